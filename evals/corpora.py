@@ -1,0 +1,198 @@
+"""Documents to measure on: text files, JSONL, or the Python standard library's sources on this machine.
+
+Every corpus is ordered by content-free rules (sorted paths, then a hash of the name) and hashed as token ids,
+so two runs either saw the same tokens or their `data_hash` differs.
+"""
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from evals.errors import EvalError
+
+# Not prose: byte tables, a generated help text, a frozen 2to3 grammar, build settings; and the test suites,
+# which many distributions leave out.
+_NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
+_NOT_SOURCE_PREFIXES = ("lib2to3", "config-", "_sysconfigdata", "__phello__")
+HELD_OUT_ONE_IN = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One text with the name that it is reported under."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDocument:
+    """One document as token ids, shape (num_tokens,), cut to the length asked for; BOS first if there is one."""
+
+    name: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Documents of exactly `num_tokens` ids each, and what was left out to get there.
+
+    `bos` is the id at index 0 of every document, or None when the tokenizer has none. `data_hash` is the first
+    16 hex digits of the SHA-256 of every id in order.
+    """
+
+    name: str
+    documents: tuple[TokenDocument, ...]
+    num_tokens: int
+    num_too_short: int
+    bos: int | None
+    data_hash: str
+
+
+def is_held_out(relative_path: str) -> bool:
+    """Return True for the one source file in ten that the bundled model never saw, by a hash of its posix path."""
+    digest = hashlib.sha256(relative_path.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
+
+
+def python_sources(split: Literal["train", "held-out", "all"]) -> list[Document]:
+    """Return this interpreter's standard-library sources, sorted by path: all, or one side of the held-out split.
+
+    Raises:
+        EvalError: this Python ships no sources (some minimal builds), so there is nothing to measure on.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents: list[Document] = []
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        relative = path.relative_to(root)
+        if _NOT_SOURCES.intersection(relative.parts) or relative.parts[0].startswith(_NOT_SOURCE_PREFIXES):
+            continue
+        if split != "all" and is_held_out(relative.as_posix()) != (split == "held-out"):
+            continue
+        try:
+            documents.append(Document(name=relative.as_posix(), text=path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            continue  # a file in another encoding is no more this corpus's business than a binary one
+    if not documents:
+        raise EvalError(
+            f"corpus: no Python sources under {root}; this Python ships none: name text files or JSONL with --data"
+        )
+    return documents
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Return the documents of a text file (one), a JSONL file (one per line, key "text"), or a folder of such files.
+
+    Raises:
+        EvalError: the path is missing, empty, not UTF-8, or a JSONL line has no "text".
+    """
+    if not path.exists():
+        raise EvalError(f"corpus: {path} does not exist; name a text file, a .jsonl file or a folder of them")
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    documents = [document for file in files for document in _read_file(file, path)]
+    if not documents:
+        raise EvalError(
+            f"corpus: {path} holds no documents; it needs at least one text or JSONL file that is not empty"
+        )
+    return documents
+
+
+def _read_file(file: Path, root: Path) -> Iterator[Document]:
+    name = file.relative_to(root).as_posix() if file != root else file.name
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise EvalError(f"corpus: {file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        raise EvalError(f"corpus: {file} cannot be read: {error.strerror}") from error
+    if file.suffix not in {".jsonl", ".ndjson"}:
+        if text.strip():
+            yield Document(name=name, text=text)
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise EvalError(f"corpus: {file} line {number} is not JSON: {error.msg}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise EvalError(
+                f'corpus: {file} line {number} has no "text"; each line is an object like {{"text": "..."}}'
+            )
+        if row["text"].strip():
+            yield Document(name=f"{name}:{number}", text=row["text"])
+
+
+def tokenise(
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str,
+    num_tokens: int,
+    max_documents: int,
+    min_documents: int = 1,
+) -> Corpus:
+    """Return the first `max_documents` documents that reach `num_tokens` ids, each cut to exactly that many.
+
+    Documents are taken in the order of a hash of their names, so that a small sample is not the head of an
+    alphabet; shorter ones are left out and counted. One BOS stands at index 0 if the tokenizer has one.
+
+    Raises:
+        EvalError: fewer than `min_documents` are long enough.
+    """
+    ordered = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
+    bos = bos_id(tokenizer)
+    kept: list[TokenDocument] = []
+    num_too_short = longest = 0
+    for document in ordered:
+        if len(kept) == max_documents:
+            break
+        ids = encode(tokenizer, document.text)
+        if bos is not None:
+            ids = [bos, *ids]
+        longest = max(longest, len(ids))
+        if len(ids) < num_tokens:
+            num_too_short += 1
+        else:
+            kept.append(TokenDocument(name=document.name, ids=tuple(ids[:num_tokens])))
+    if len(kept) < min_documents:
+        raise EvalError(
+            f"corpus: {name} has {len(kept)} documents of at least {num_tokens} tokens, {min_documents} needed "
+            f"(longest of {len(documents)}: {longest}); ask for shorter lengths or give longer documents"
+        )
+    return Corpus(
+        name=name,
+        documents=tuple(kept),
+        num_tokens=num_tokens,
+        num_too_short=num_too_short,
+        bos=bos,
+        data_hash=hash_ids(document.ids for document in kept),
+    )
+
+
+def bos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id that opens every document and prompt, or None if the tokenizer has none."""
+    return cast("int | None", tokenizer.bos_token_id)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of `text` alone: no BOS, no EOS, no warning about the model's window."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def hash_ids(rows: Iterable[Sequence[int]]) -> str:
+    """Return 16 hex digits of the SHA-256 of rows of ids; rows are length-prefixed, so moving a border changes it."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(len(row).to_bytes(8, "little"))
+        digest.update(np.asarray(row, dtype="<i8").tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,160 @@
+"""Rows: the scored units and the aggregates made of them, one JSON object a line, appended and never rewritten.
+
+Absent means no row. A value that was not measured is never -1, 0 or NaN.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evals.errors import EvalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One scored unit: a document at a length ("perplexity"), or a passkey trial ("passkey").
+
+    Attributes:
+        unit: what was scored, unique within (method, task, length): a document's name, or "depth/trial".
+        value: nats per token for perplexity, 1 or 0 for passkey.
+        weight: the tokens scored in it.
+        data_hash: of the ids shown to the model, equal for every method.
+        detail: task-specific facts (actual depth, key, predicted ids, answer NLL), kept for reading, not aggregated.
+    """
+
+    method: str
+    method_args: dict[str, object]
+    factor: float
+    context: int
+    model: str
+    task: str
+    protocol: str
+    length: int
+    depth: float | None
+    unit: str
+    metric: str
+    value: float
+    weight: int
+    seed: int
+    fingerprint: str
+    data_hash: str
+    detail: dict[str, object] = field(default_factory=dict[str, object])
+
+    def key(self) -> tuple[str, str, int, str]:
+        """What makes a sample unique in a run; a second one with the same key is a repetition."""
+        return (self.fingerprint, self.task, self.length, self.unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One aggregate that can be recomputed from samples: a value, its interval and n.
+
+    Attributes:
+        depth: the fraction asked for, or None when pooled over depths.
+        n: documents for perplexity, trials for passkey.
+        ci_low, ci_high: 95 % interval: bootstrap over documents for perplexity, Wilson for passkey; None if n is 1.
+        stage: "before" or "after" a fine-tune, else None.
+        status: "ok", or "failed" with `reason`; a failed cell has no value.
+    """
+
+    method: str
+    method_args: dict[str, object]
+    factor: float
+    context: int
+    model: str
+    task: str
+    protocol: str
+    length: int
+    depth: float | None
+    metric: str
+    value: float | None
+    ci_low: float | None
+    ci_high: float | None
+    n: int
+    stage: str | None
+    seed: int
+    fingerprint: str
+    data_hash: str | None
+    status: str
+    reason: str | None
+    versions: dict[str, str]
+    commit: str | None
+
+
+def to_json(row: Sample | Cell) -> str:
+    """Return the row as one line of strict JSON.
+
+    Raises:
+        EvalError: a number in it is not finite, which JSON cannot hold and no reader should meet.
+    """
+    try:
+        return json.dumps(asdict(row), allow_nan=False)
+    except ValueError as error:
+        raise EvalError(f"rows: a number that is not finite in {row}") from error
+
+
+def append(path: Path, rows: Iterable[Sample | Cell]) -> None:
+    """Append rows to a JSONL file and force them to disk; a torn last line of a killed run is closed first."""
+    text = "".join(to_json(row) + "\n" for row in rows)
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                text = "\n" + text
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write(path: Path, rows: Iterable[Cell]) -> None:
+    """Replace a file of aggregates as a whole: readers see the old one or the new one, never a half."""
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Return the samples of a file in order, without repetitions; none if it does not exist.
+
+    A torn line, which a killed run can leave, is skipped: its sample was not yet counted as done.
+
+    Raises:
+        EvalError: a whole line that is not a sample, so the file is something else.
+    """
+    if not path.exists():
+        return []
+    samples: dict[tuple[str, str, int, str], Sample] = {}
+    for number, row in _objects(path):
+        try:
+            sample = Sample(**row)
+        except TypeError as error:
+            raise EvalError(f"rows: {path} line {number} is not a sample: {error}") from error
+        samples.setdefault(sample.key(), sample)
+    return list(samples.values())
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """Return the cells of a file.
+
+    Raises:
+        EvalError: the file is missing, or a line is not a cell.
+    """
+    if not path.exists():
+        raise EvalError(f"rows: {path} does not exist")
+    try:
+        return [Cell(**row) for _, row in _objects(path)]
+    except TypeError as error:
+        raise EvalError(f"rows: {path} holds a line that is not a cell: {error}") from error
+
+
+def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            yield number, row

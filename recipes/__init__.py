@@ -1,0 +1,1 @@
+"""What to run: which model, which methods, what to measure."""

@@ -1,0 +1,161 @@
+"""A comparison as a table on the screen, as pictures, and as a page of Markdown."""
+
+import json
+import re
+from pathlib import Path
+
+from rich.table import Table
+
+from evals import plots
+from evals.rows import Cell
+from recipes.compare import RECIPE, RUN, Comparison
+
+REPORT = "report.md"
+
+
+def table(comparison: Comparison) -> Table:
+    """Return one row a method: perplexity and passkey at each length, and the passkey's effective length."""
+    lengths, tasks = comparison.recipe.lengths, _tasks(comparison)
+    original, context = comparison.original_context, comparison.recipe.context
+    view = Table(
+        title=f"{comparison.recipe.model}: window {original}, stretched to {context}",
+        caption=_caption(comparison),
+        caption_justify="left",
+    )
+    view.add_column("method", no_wrap=True)
+    for _, short in tasks:
+        for length in lengths:
+            view.add_column(f"{short}\n{length}", justify="right", no_wrap=True)
+    effective = comparison.effective_lengths()
+    if effective:
+        view.add_column("effective\nlength", justify="right", no_wrap=True)
+    for fingerprint, label in comparison.labels.items():
+        row = [label]
+        for task, _ in tasks:
+            pooled = comparison.pooled(task)
+            row += [_short(pooled.get((fingerprint, length))) for length in lengths]
+        if effective:
+            row.append(_effective(comparison, fingerprint, effective))
+        view.add_row(*row)
+    return view
+
+
+def _tasks(comparison: Comparison) -> list[tuple[str, str]]:
+    measured = {cell.task for cell in comparison.cells}
+    return [(task, short) for task, short in (("perplexity", "ppl"), ("passkey", "key")) if task in measured]
+
+
+def _effective(comparison: Comparison, fingerprint: str, effective: dict[str, int | None]) -> str:
+    reached = effective.get(fingerprint)
+    return f"< {min(comparison.recipe.lengths)}" if reached is None else str(reached)
+
+
+def _short(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    if cell.value is None:
+        return "failed"
+    if cell.task == "passkey":
+        return f"{cell.value:.2f}"
+    return f"{cell.value:.2f}" if cell.value < 100 else f"{cell.value:.3g}" if cell.value < 1e4 else f"{cell.value:.1e}"
+
+
+def _caption(comparison: Comparison) -> str:
+    parts: list[str] = []
+    for task, short in _tasks(comparison):
+        n = max(cell.n for cell in comparison.pooled(task).values())
+        if task == "perplexity":
+            parts.append(f"{short}: perplexity of the first L tokens, {n} documents.")
+        else:
+            parts.append(
+                f"{short}: passkey found, {n} trials; effective length: 0.85 or better there and at every shorter one."
+            )
+    return " ".join(parts) + f" Intervals: {comparison.out / REPORT}"
+
+
+def write_pictures(comparison: Comparison) -> list[Path]:
+    """Write the charts into the run's folder and return their paths."""
+    out, recipe = comparison.out, comparison.recipe
+    original, context = comparison.original_context, recipe.context
+    assert context is not None
+    written: list[Path] = []
+
+    def save(chart: plots.Chart, name: str) -> None:
+        plots.save(chart, out / name)
+        written.append(out / name)
+
+    ok = [cell for cell in comparison.cells if cell.status == "ok"]
+    if any(cell.task == "perplexity" for cell in ok):
+        chart = plots.perplexity_chart(ok, comparison.labels, original_context=original, model=recipe.model)
+        save(chart, "perplexity.png")
+    for fingerprint, label in comparison.labels.items():
+        mine = [c for c in ok if c.task == "passkey" and c.depth is not None and c.fingerprint == fingerprint]
+        if mine:
+            chart = plots.passkey_chart(mine, label, original_context=original, model=recipe.model)
+            save(chart, f"passkey_{file_name(label)}.png")
+    save(plots.frequencies_chart(comparison.ratios, context=context, model=recipe.model), "frequencies.png")
+    return written
+
+
+def file_name(label: str) -> str:
+    """Return a method's spelling as part of a file name: yarn:beta_fast=16 -> yarn-beta_fast-16."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", label)
+
+
+def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
+    """Write every value with its interval, the pictures, and how to make them again, as Markdown."""
+    recipe = comparison.recipe
+    run = json.loads((comparison.out / RUN).read_text(encoding="utf-8"))
+    lines = [
+        f"# {recipe.model}: {len(comparison.labels)} methods, window {comparison.original_context} to {recipe.context}",
+        "",
+        f"Command: `rope-ext compare --recipe {RECIPE}` at commit {run['commit'] or 'unknown'}, {run['finished']}.",
+        f"Machine: {run['machine']}; "
+        + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+        + f"; {comparison.seconds:.0f} s.",
+        "",
+    ]
+    for task, title in (
+        ("perplexity", "Perplexity of the first L tokens"),
+        ("passkey", "Passkey accuracy, all depths"),
+    ):
+        cells = comparison.pooled(task)
+        if cells:
+            lines += [f"## {title}", "", *_markdown(comparison, cells), ""]
+    effective = comparison.effective_lengths()
+    if effective:
+        lines += ["## Effective length (passkey 0.85 or better there and at every shorter length tested)", ""]
+        lines += [f"- {label}: {_effective(comparison, fp, effective)}" for fp, label in comparison.labels.items()] + [
+            ""
+        ]
+    failed = [c for c in comparison.cells if c.status != "ok"]
+    if failed:
+        lines += ["## Failed", ""] + [f"- {c.method} {c.task} at {c.length}: {c.reason}" for c in failed] + [""]
+    if run["corpus"]:
+        corpus = run["corpus"]
+        lines += [
+            f"Documents ({corpus['name']}, data hash {corpus['data_hash']}; {corpus['num_too_short']} were too short):",
+            ", ".join(corpus["documents"]),
+            "",
+        ]
+    lines += [f"![{path.stem}]({path.name})" for path in pictures]
+    path = comparison.out / REPORT
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _markdown(comparison: Comparison, cells: dict[tuple[str, int], Cell]) -> list[str]:
+    lengths = comparison.recipe.lengths
+    lines = ["| method | " + " | ".join(str(length) for length in lengths) + " | n |"]
+    lines.append("|---" + "|---:" * (len(lengths) + 1) + "|")
+    for fingerprint, label in comparison.labels.items():
+        row = [cells.get((fingerprint, length)) for length in lengths]
+        n = sorted({cell.n for cell in row if cell})
+        lines.append(f"| {label} | " + " | ".join(_interval(cell) for cell in row) + f" | {', '.join(map(str, n))} |")
+    return lines
+
+
+def _interval(cell: Cell | None) -> str:
+    if cell is None or cell.value is None or cell.ci_low is None or cell.ci_high is None:
+        return _short(cell)
+    return f"{_short(cell)} [{cell.ci_low:.3g}, {cell.ci_high:.3g}]"

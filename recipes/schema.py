@@ -1,0 +1,56 @@
+"""Recipes as frozen values. A recipe says everything that a run depends on; the resolved one re-runs it."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+_STRICT = ConfigDict(extra="forbid")
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerplexityTask:
+    """Mean NLL of the first L tokens; `documents` of the corpus at most, 0 measures none."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    documents: Annotated[int, Field(ge=0)] = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PasskeyTask:
+    """Retrieval of a five-digit key; `trials` at each depth and length, 0 measures none."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    depths: tuple[Fraction, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    trials: Annotated[int, Field(ge=0)] = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareRecipe:
+    """Methods side by side on one model.
+
+    Attributes:
+        model: tiny, smollm2, a directory, or a Hub id.
+        methods: each as NAME:key=value; YAML may also say {NAME: {key: value}}.
+        context: the window every method is asked for, tokens; None is four times the original.
+        lengths: at which to measure, tokens; empty is the original window and its doublings up to the context.
+        base: for a checkpoint that already carries scaling, see `rope_ext.extend`.
+        data: "python" (the standard library's sources that the bundled model never saw), "python-all" (all of them,
+            for models trained elsewhere), or a text file, a JSONL file, or a folder of them.
+        seed: of passkeys and bootstrap.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    model: str = "tiny"
+    methods: tuple[str, ...] = ("unscaled", "linear", "abf", "ntk", "yarn", "llama3")
+    context: Annotated[int, Field(ge=1)] | None = None
+    lengths: tuple[Annotated[int, Field(ge=2)], ...] = ()
+    base: Literal["original", "checkpoint"] | None = None
+    data: str = "python"
+    perplexity: PerplexityTask = field(default_factory=PerplexityTask)
+    passkey: PasskeyTask = field(default_factory=PasskeyTask)
+    seed: int = 0

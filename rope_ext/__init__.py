@@ -1,0 +1,96 @@
+"""Stretch the context window of a Hugging Face LLaMA, measure what it cost, and export it.
+
+    from rope_ext import Yarn, extend, load_model, save_extended
+
+    model, tokenizer = load_model("tiny")
+    with extend(model, Yarn(), context=2048):
+        save_extended(model, "tiny-2k", tokenizer=tokenizer)
+
+Names are imported on first use, so that `rope-ext --help` needs no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rope_ext.errors import (
+        ContextError,
+        ExportError,
+        GeometryError,
+        MethodError,
+        ModelError,
+        PatchError,
+        RopeExtError,
+    )
+    from rope_ext.export import save_extended
+    from rope_ext.geometry import RopeGeometry
+    from rope_ext.hf import load_model
+    from rope_ext.methods.abf import Abf
+    from rope_ext.methods.linear import Linear
+    from rope_ext.methods.llama3 import Llama3
+    from rope_ext.methods.ntk import Ntk
+    from rope_ext.methods.unscaled import Unscaled
+    from rope_ext.methods.yarn import Yarn
+    from rope_ext.patch import Patch, extend
+    from rope_ext.plan import Method, PositionPlan
+    from rope_ext.registry import method
+
+_HOME = {
+    "Abf": "methods.abf",
+    "ContextError": "errors",
+    "ExportError": "errors",
+    "GeometryError": "errors",
+    "Linear": "methods.linear",
+    "Llama3": "methods.llama3",
+    "Method": "plan",
+    "MethodError": "errors",
+    "ModelError": "errors",
+    "Ntk": "methods.ntk",
+    "Patch": "patch",
+    "PatchError": "errors",
+    "PositionPlan": "plan",
+    "RopeExtError": "errors",
+    "RopeGeometry": "geometry",
+    "Unscaled": "methods.unscaled",
+    "Yarn": "methods.yarn",
+    "extend": "patch",
+    "load_model": "hf",
+    "method": "registry",
+    "save_extended": "export",
+}
+
+__all__ = [
+    "Abf",
+    "ContextError",
+    "ExportError",
+    "GeometryError",
+    "Linear",
+    "Llama3",
+    "Method",
+    "MethodError",
+    "ModelError",
+    "Ntk",
+    "Patch",
+    "PatchError",
+    "PositionPlan",
+    "RopeExtError",
+    "RopeGeometry",
+    "Unscaled",
+    "Yarn",
+    "extend",
+    "load_model",
+    "method",
+    "save_extended",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rope_ext' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rope_ext.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

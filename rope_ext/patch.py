@@ -1,0 +1,265 @@
+"""Put a method into a live model, prove that it is in use, and take it out again."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rope_ext.errors import MethodError, ModelError, PatchError
+from rope_ext.geometry import RopeGeometry
+from rope_ext.hf import RotarySite, ScaledBase, find_rotary_site, read_geometry, resolve_context
+from rope_ext.plan import STATIC, FrequencyKey, Method, PositionPlan, hyperparameters
+from rope_ext.tables import ExtendedRotaryEmbedding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Everything about a patched model that can change a result; every row carries its `digest`."""
+
+    method: str
+    hyperparameters: dict[str, object]
+    context: int
+    original_context: int
+    inv_freq: str
+    attention_scale: float
+    alibi_slopes: str | None
+    dtype: str
+    attention: str
+    model: str
+    revision: str | None
+    weights: str
+
+    @property
+    def digest(self) -> str:
+        """First 16 hex digits of the SHA-256 of all fields."""
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the fields as plain JSON values."""
+        return asdict(self)
+
+
+class Patch:
+    """A method in effect on a model; also a context manager that undoes it.
+
+    Attributes:
+        model: the patched model.
+        method: the method in effect.
+        geometry: what the checkpoint was trained with.
+        context: the window now claimed, tokens.
+        plan: the frequencies and the scale in use.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, method: Method, site: RotarySite, table: ExtendedRotaryEmbedding
+    ) -> None:
+        self.model = model
+        self.method = method
+        self.geometry: RopeGeometry = table.geometry
+        self.context: int = table.context
+        self.plan: PositionPlan = table.plan
+        self._site = site
+        self._table = table
+        self._before = getattr(site.parent, site.attribute)
+        self._config_before = (model.config.rope_parameters, model.config.max_position_embeddings)
+        self._active = False
+
+    @property
+    def factor(self) -> float:
+        """The stretch, context / original_context."""
+        return self.context / self.geometry.original_context
+
+    def frequency_key(self, seq_len: int) -> FrequencyKey:
+        """Return what the frequencies at `seq_len` depend on; equal keys may share one forward."""
+        return self.method.frequency_key(self.geometry, context=self.context, seq_len=seq_len)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What is in effect, hashed: method, frequencies, dtype, attention implementation, weights."""
+        config = self.model.config
+        slopes = self.plan.alibi_slopes
+        return Fingerprint(
+            method=self.method.name,
+            hyperparameters=dict(hyperparameters(self.method)),
+            context=self.context,
+            original_context=self.geometry.original_context,
+            inv_freq=_hash(self.plan.inv_freq),
+            attention_scale=self.plan.attention_scale,
+            alibi_slopes=None if slopes is None else _hash(slopes),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            attention=str(config._attn_implementation),  # noqa: SLF001  (transformers has no public name for it)
+            model=str(config.name_or_path),
+            revision=cast("str | None", getattr(config, "_commit_hash", None)),
+            weights=_hash(*(p.detach().flatten()[:64] for p in self.model.parameters())),
+        )
+
+    def _apply(self) -> None:
+        config = self.model.config
+        setattr(self._site.parent, self._site.attribute, self._table)
+        config.rope_parameters = self.method.rope_parameters(self.geometry, context=self.context)
+        config.max_position_embeddings = self.context
+        self._active = True
+
+    def undo(self) -> None:
+        """Put the model's own rotary module and configuration back; a second call does nothing.
+
+        Raises:
+            PatchError: another patch was laid over this one and is still in effect.
+        """
+        if not self._active:
+            return
+        if getattr(self._site.parent, self._site.attribute) is not self._table:
+            raise PatchError(f"undo: {self.method.name} lies under a later patch; undo that one first")
+        # The module may have been moved meanwhile, and its replacement sat aside: follow the model's device.
+        setattr(self._site.parent, self._site.attribute, self._before.to(self._table.inv_freq.device))
+        self.model.config.rope_parameters, self.model.config.max_position_embeddings = self._config_before
+        self._active = False
+
+    def verify(self) -> None:
+        """Prove by running two tokens, one at position 0 and one at the end of the window, that the patch is in use.
+
+        Raises:
+            PatchError: the module was not called, returned other angles than the plan's, or the logits do not feel it.
+        """
+        if getattr(self._site.parent, self._site.attribute) is not self._table:
+            raise PatchError(
+                f"verify: {self.method.name} is not in the model; it was undone or lies under a later patch"
+            )
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def see(_module: nn.Module, _args: object, output: object) -> None:
+            seen.append(cast("tuple[Tensor, Tensor]", output))
+
+        handle = self._table.register_forward_hook(see)
+        try:
+            self._two_tokens()
+        finally:
+            handle.remove()
+        if len(seen) != 1:
+            raise PatchError(
+                f"verify: one forward called the rotary module {len(seen)} times; it must be used exactly once"
+            )
+        angles = self.plan.inv_freq.double() * (self.context - 1)
+        # fp32 holds an angle of a radians to a * 2^-24; the rest is the finished cos rounded to the model's dtype
+        tolerance = 4 * (self.context * 2**-24 + torch.finfo(seen[0][0].dtype).eps) * self.plan.attention_scale
+        for got, wanted in zip(seen[0], (angles.cos(), angles.sin()), strict=True):
+            difference = got[0, -1].double().cpu() - self.plan.attention_scale * torch.cat((wanted, wanted))
+            if not bool((difference.abs() <= tolerance).all()):
+                raise PatchError(f"verify: cos and sin are off the plan by {difference.abs().max():.3g}")
+        # Does attention use them? No rotation at all averages the two tokens, a huge one picks one of them: a
+        # difference that survives rounding to bf16, as a mere change of angles might not.
+        if torch.equal(self._two_tokens(scaled_by=0.0), self._two_tokens(scaled_by=1e3)):
+            raise PatchError(f"verify: the model ignores its rotary module, so {self.method.name} has no effect on it")
+
+    @torch.no_grad()
+    def _two_tokens(self, scaled_by: float = 1.0) -> Tensor:
+        """Return the logits of tokens 0 and 1 at the first and last position, cos and sin times `scaled_by`."""
+        device = self._table.inv_freq.device
+        training = self.model.training
+        self.model.eval()
+        handle = self._table.register_forward_hook(lambda _module, _args, output: tuple(f * scaled_by for f in output))
+        try:
+            # An explicit mask: without one, a step in position_ids other than 1 is read as a border between documents.
+            return self.model(
+                input_ids=torch.tensor([[0, 1]], device=device),
+                position_ids=torch.tensor([[0, self.context - 1]], device=device),
+                attention_mask=torch.ones(1, 2, dtype=torch.long, device=device),
+                use_cache=False,
+            ).logits
+        finally:
+            handle.remove()
+            self.model.train(training)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def extend(
+    model: PreTrainedModel,
+    method: Method,
+    *,
+    context: int | None = None,
+    factor: float | None = None,
+    base: ScaledBase | None = None,
+) -> Patch:
+    """Put `method` into a live model and return the handle that takes it out again.
+
+    Changes exactly the model's rotary module and, in step with it, `config.rope_parameters` and
+    `config.max_position_embeddings`. On a model that is already extended the new method starts from the same
+    checkpoint geometry, never from the scaled one; undo in reverse order.
+
+        with extend(model, Yarn(), context=32_768):
+            ...
+
+    Args:
+        context: the window to reach, tokens; or
+        factor: the same as a multiple of the original window. Exactly one of the two.
+        base: for a checkpoint that already carries scaling: "original" or "checkpoint", see `hf.read_geometry`.
+
+    Raises:
+        ModelError: the model is not LLaMA-like, compiled, sharded, on the meta device, or carries scaling.
+        ContextError: both or neither of context and factor, or a smaller window than the original.
+        MethodError: the method cannot be laid over this checkpoint, or depends on the current length.
+        PatchError: the patch did not take effect; the model is left as it was.
+    """
+    _refuse_unpatchable(model)
+    site = find_rotary_site(model)
+    current = getattr(site.parent, site.attribute)
+    nested = isinstance(current, ExtendedRotaryEmbedding)
+    geometry = current.geometry if nested else read_geometry(model.config, base=base)
+    target = resolve_context(geometry, context=context, factor=factor)
+    if base == "checkpoint" and not method.composes:
+        raise MethodError(
+            f'{method.name}: not defined over frequencies that are already scaled; use base="original", or linear'
+        )
+    if any(method.frequency_key(geometry, context=target, seq_len=n) != STATIC for n in (1, target, target + 1)):
+        raise MethodError(f"{method.name}: its frequencies change with the current length, which no patch supports yet")
+    table = ExtendedRotaryEmbedding(method, geometry, target)
+    table.to(current.inv_freq.device)
+    patch = Patch(model, method, site, table)
+    patch._apply()  # noqa: SLF001  (the one place that puts a patch on)
+    try:
+        patch.verify()
+    except BaseException:
+        patch.undo()
+        raise
+    return patch
+
+
+def active_patch_table(model: PreTrainedModel) -> ExtendedRotaryEmbedding | None:
+    """Return the rotary module of the patch in effect on the model, or None."""
+    site = find_rotary_site(model)
+    current = getattr(site.parent, site.attribute)
+    return current if isinstance(current, ExtendedRotaryEmbedding) else None
+
+
+def _refuse_unpatchable(model: PreTrainedModel) -> None:
+    # torch has no public test for either form of compilation
+    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):  # noqa: SLF001
+        raise ModelError(
+            "model: it is compiled, and the compiled code would keep the old frequencies; extend, then compile"
+        )
+    if any(isinstance(p, DTensor) for p in model.parameters()) or any(
+        "FullySharded" in type(m).__name__ for m in model.modules()
+    ):
+        raise ModelError("model: it is sharded over devices; extend it first, then shard")
+    if any(p.is_meta for p in model.parameters()):
+        raise ModelError("model: its weights are on the meta device; load them first, then extend")
+
+
+def _hash(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]

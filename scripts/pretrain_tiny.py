@@ -1,0 +1,347 @@
+"""Train the bundled tiny LLaMA (0.9 M parameters, window 256) from scratch and write it to rope_ext/assets/tiny.
+
+    python scripts/pretrain_tiny.py                    # about an hour on two CPU cores; minutes on a GPU
+    python scripts/pretrain_tiny.py --resume           # go on from the last checkpoint in --work
+
+Data: this Python's own sources (nine files in ten; evals.corpora holds the tenth out) and recall tasks made on
+the fly. A passkey task alone is not learnt in so few tokens, so the curriculum varies the distance first:
+
+    stage 1  128 tokens  text, repeated snippets, lists of named numbers
+    stage 2  128 tokens  the same and passkeys
+    stage 3  256 tokens  mostly text and passkeys
+
+Every window of every task begins with BOS and every token keeps a small weight: otherwise BOS becomes the mark of
+a synthetic task and the text after it noise. The batch of a step is a function of (seed, step): a resumed run
+takes the same steps.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the script is run by path; `evals` lies beside it, installed or not
+
+from evals import corpora, passkey  # noqa: E402  (after the path is set)
+
+VOCAB_SIZE = 1024
+WINDOW = 256
+TOKENS_PER_STEP = 8192
+BOS, EOS = "<|begin|>", "<|end|>"
+BACKGROUND_WEIGHT = 0.1
+# (share of all steps, window, task -> share of windows)
+STAGES = (
+    (0.36, 128, {"text": 0.30, "copy": 0.40, "recall": 0.30}),
+    (0.08, 128, {"text": 0.30, "copy": 0.20, "recall": 0.20, "passkey": 0.30}),
+    (0.56, 256, {"text": 0.50, "copy": 0.13, "recall": 0.12, "passkey": 0.25}),
+)
+NAMES = (
+    "alpha beta gamma delta size width height count total limit first last left right red green blue north south "
+    "index value offset start stop step key code port lock door room box bag cup hat sun moon star tree"
+).split()
+RECALL_FORMS = (  # (a line of the list, the question up to its answer)
+    ("{name} = {number}\n", "{name} ="),
+    ("The {name} is {number}.\n", "\nWhat is the {name}? The {name} is"),
+    ("{name}: {number}\n", "{name}:"),
+)
+
+
+def make_tokenizer(documents: list[corpora.Document]) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE of 1,024 tokens, one token a digit, trained on the training sources and the templates."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    template = passkey.INSTRUCTION + passkey.FILLER + passkey.NEEDLE + passkey.QUESTION
+    tokenizer.train_from_iterator([*(d.text for d in documents), *[template] * 300], trainer)
+    bos_id, eos_id = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos_id)]
+            ),
+        ]
+    )
+    assert eos_id is not None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=WINDOW,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def bos_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    found = corpora.bos_id(tokenizer)
+    assert found is not None
+    return found
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Return the untrained model; weights follow the torch seed."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=WINDOW,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        initializer_range=0.04,
+        bos_token_id=bos_id(tokenizer),
+        eos_token_id=cast("int", tokenizer.eos_token_id),
+        use_cache=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+class Windows:
+    """Training windows on the fly: ids and loss weights, shape (num_windows, window), a function of (seed, step)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, documents: list[np.ndarray], seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.documents = documents
+        self.lengths = np.array([len(d) for d in documents], dtype=np.float64)
+        self.seed = seed
+        self.bos = bos_id(tokenizer)
+        self.cache: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        if text not in self.cache:
+            self.cache[text] = corpora.encode(self.tokenizer, text)
+        return self.cache[text]
+
+    def text(self, rng: np.random.Generator, num_tokens: int) -> list[int]:
+        """Return a slice of one document; one in ten is a document's very start."""
+        while True:
+            document = self.documents[rng.choice(len(self.documents), p=self.lengths / self.lengths.sum())]
+            if len(document) >= num_tokens:
+                break
+        start = 0 if rng.random() < 0.1 else int(rng.integers(len(document) - num_tokens + 1))
+        return document[start : start + num_tokens].tolist()
+
+    def noise(self, rng: np.random.Generator, num_tokens: int) -> list[int]:
+        return rng.integers(2, VOCAB_SIZE, num_tokens).tolist()
+
+    def make_text(self, rng: np.random.Generator, window: int) -> tuple[list[int], list[float]]:
+        return [self.bos, *self.text(rng, window - 1)], [1.0] * window
+
+    def make_copy(self, rng: np.random.Generator, window: int) -> tuple[list[int], list[float]]:
+        """Return gaps with one snippet again and again; all but the first token of each repeat is scored."""
+        size = int(rng.integers(4, window // 4))
+        snippet = self.text(rng, size) if rng.random() < 0.5 else self.noise(rng, size)
+        background = self.text(rng, window) if rng.random() < 0.6 else self.noise(rng, window)
+        ids, weights, seen = [self.bos], [0.0], False
+        while len(ids) < window:
+            gap = int(rng.integers(0, window // 2))
+            ids += background[len(ids) : len(ids) + gap]
+            weights += [BACKGROUND_WEIGHT] * (len(ids) - len(weights))
+            ids += snippet
+            weights += [BACKGROUND_WEIGHT] + [1.0 if seen else BACKGROUND_WEIGHT] * (size - 1)
+            seen = True
+        return ids[:window], weights[:window]
+
+    def make_recall(self, rng: np.random.Generator, window: int) -> tuple[list[int], list[float]]:
+        """Return a list of 2 to 6 named numbers, then questions in random order with filler between."""
+        line_form, question_form = RECALL_FORMS[rng.integers(len(RECALL_FORMS))]
+        names = rng.choice(NAMES, int(rng.integers(2, 7)), replace=False)
+        numbers = [str(rng.integers(10 ** (k - 1), 10**k)) for k in rng.integers(2, 6, len(names))]
+        ids = [self.bos]
+        for name, number in zip(names, numbers, strict=True):
+            ids += corpora.encode(self.tokenizer, line_form.format(name=name, number=number))
+        weights = [BACKGROUND_WEIGHT] * len(ids)
+        background = self.text(rng, window) if rng.random() < 0.5 else (self.encode(passkey.FILLER) * window)[:window]
+        while len(ids) < window:
+            for i in rng.permutation(len(names)):
+                gap = int(rng.integers(0, window // 4)) if rng.random() < 0.6 else 0
+                question = [*background[:gap], *self.encode(question_form.format(name=names[i]))]
+                answer = [*self.encode(" "), *(d for c in numbers[i] for d in self.encode(c))]
+                end = self.encode("\n")
+                ids += [*question, *answer, *end]
+                weights += [BACKGROUND_WEIGHT] * len(question) + [1.0] * (len(answer) + len(end))
+        return ids[:window], weights[:window]
+
+    def make_passkey(self, rng: np.random.Generator, window: int) -> tuple[list[int], list[float]]:
+        """Return an evaluation prompt of exactly the window, or a shorter one with text after it, key scored."""
+        filler = None if rng.random() < 0.5 else self.text(rng, window)
+        key = str(rng.integers(10 ** (passkey.KEY_DIGITS - 1), 10**passkey.KEY_DIGITS))
+        shortest = len(passkey.build_prompt(self.tokenizer, length=None, depth=0.0, trial=0, key=key).ids)
+        length = int(rng.integers(shortest, window + 1)) if rng.random() < 0.3 else window
+        prompt = passkey.build_prompt(
+            self.tokenizer, length=length, depth=float(rng.random()), trial=0, key=key, filler=filler
+        )
+        ids = [*prompt.ids, *self.text(rng, window)[: window - length]]
+        weights = [BACKGROUND_WEIGHT] * window
+        weights[length - prompt.num_answer : length] = [1.0] * prompt.num_answer
+        return ids, weights
+
+    def batch(self, step: int, window: int, mix: dict[str, float]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids int64 and weights fp32, each (TOKENS_PER_STEP // window, window)."""
+        rng = np.random.default_rng([self.seed, step])
+        num_windows = TOKENS_PER_STEP // window
+        tasks = [t for t, share in mix.items() for _ in range(round(share * num_windows))]
+        tasks = (tasks + ["text"] * num_windows)[:num_windows]
+        rows = [getattr(self, f"make_{task}")(rng, window) for task in tasks]
+        return torch.tensor([r[0] for r in rows]), torch.tensor([r[1] for r in rows])
+
+
+def stage_at(step: int, num_steps: int) -> tuple[int, dict[str, float]]:
+    done = 0.0
+    for share, window, mix in STAGES:
+        done += share
+        if step < done * num_steps:
+            return window, mix
+    return STAGES[-1][1], STAGES[-1][2]
+
+
+def lr_at(step: int, num_steps: int, peak: float) -> float:
+    """Return the rate: linear warm-up over 150 steps, constant, linear decay to 2 % over the last third."""
+    warm = min(1.0, (step + 1) / 150)
+    left = min(1.0, (num_steps - step) / (num_steps / 3))
+    return peak * warm * max(left, 0.02)
+
+
+@torch.no_grad()
+def evaluate(
+    model: LlamaForCausalLM, windows: Windows, held_out: list[np.ndarray], num_trials: int = 24
+) -> dict[str, float]:
+    """Return held-out text NLL (first 256 tokens of each file) and passkey accuracy at 1x and 4x of the window."""
+    ids = torch.tensor(
+        np.stack([[windows.bos, *d[: WINDOW - 1]] for d in held_out if len(d) >= WINDOW]), device=model.device
+    )
+    nll = [
+        F.cross_entropy(model(input_ids=b, use_cache=False).logits[:, :-1].transpose(1, 2), b[:, 1:])
+        for b in ids.split(16)
+    ]
+    row = {"text_nll": float(torch.stack(nll).mean())}
+    for length in (128, WINDOW, 4 * WINDOW):
+        prompts = passkey.build_trials(
+            windows.tokenizer, length=length, depths=(0.0, 0.5, 1.0), num_trials=num_trials // 3, seed=99
+        )
+        row[f"passkey_{length}"] = float(np.mean([s.correct for s in passkey.score_prompts(model, prompts)]))
+    return row
+
+
+def save_checkpoint(path: Path, state: dict[str, object]) -> None:
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "rope_ext" / "assets" / "tiny")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "pretrain-tiny", help="checkpoints and the log")
+    parser.add_argument("--tokens", type=float, default=36e6, help="training tokens in all")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
+
+    train_documents = corpora.python_sources("train")
+    tokenizer = make_tokenizer(train_documents)
+    train = [np.array(corpora.encode(tokenizer, d.text), dtype=np.int64) for d in train_documents]
+    held_out = [np.array(corpora.encode(tokenizer, d.text), dtype=np.int64) for d in corpora.python_sources("held-out")]
+    train = [d for d in train if len(d) >= 16]
+    windows = Windows(tokenizer, train, args.seed)
+    model = make_model(tokenizer).to(args.device)
+    num_steps = int(args.tokens // TOKENS_PER_STEP)
+    sizes = {"train_tokens": sum(map(len, train)), "held_out_tokens": sum(map(len, held_out)), "num_steps": num_steps}
+    sizes["parameters"] = sum(p.numel() for p in model.parameters())
+    print(json.dumps(sizes), flush=True)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.02)
+    checkpoint = args.work / "checkpoint.pt"
+    first_step, seconds_before = 0, 0.0
+    if args.resume and checkpoint.exists():
+        state = torch.load(checkpoint, map_location=args.device, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first_step, seconds_before = state["step"], state["seconds"]
+
+    def loss_of(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        nll = F.cross_entropy(logits.reshape(-1, VOCAB_SIZE), ids[:, 1:].reshape(-1), reduction="none")
+        weight = weights[:, 1:].reshape(-1)
+        return (nll * weight).sum() / weight.sum()
+
+    compiled = torch.compile(loss_of)
+    started, row = time.time(), {}
+    for step in range(first_step, num_steps):
+        ids, weights = windows.batch(step, *stage_at(step, num_steps))
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, num_steps, args.lr)
+        loss = compiled(ids.to(args.device), weights.to(args.device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if not math.isfinite(loss.item()):
+            raise SystemExit(f"step {step}: the loss is {loss.item()}")
+        if (step + 1) % 20 == 0:
+            seconds = seconds_before + time.time() - started
+            print(f"step {step + 1}/{num_steps} loss {loss.item():.3f} seconds {seconds:.0f}", flush=True)
+        if (step + 1) % 200 == 0 or step + 1 == num_steps:
+            seconds = seconds_before + time.time() - started
+            save_checkpoint(
+                checkpoint,
+                {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": step + 1,
+                    "seconds": seconds,
+                },
+            )
+            row = {"step": step + 1, "loss": loss.item(), "seconds": seconds, **evaluate(model, windows, held_out)}
+            print(json.dumps(row), flush=True)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    digest = hashlib.sha256((args.out / "model.safetensors").read_bytes()).hexdigest()
+    record = {
+        "command": " ".join(["python", "scripts/pretrain_tiny.py", *sys.argv[1:]]),
+        "seed": args.seed,
+        "tokens": num_steps * TOKENS_PER_STEP,
+        **sizes,
+        "final": row,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {args.device}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "weights_sha256": digest,
+    }
+    (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""save_extended(): the third oracle, our export read by stock transformers."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rope_ext import ExportError, Linear, Yarn, extend, load_model, save_extended
+from rope_ext.registry import known_methods, parse_method
+from tests.conftest import WINDOW, logits_of
+
+SPELLED = [*known_methods(), "abf:theta=160000", "yarn:beta_fast=16:truncate=false", "yarn:attention_scale=1.1"]
+# Largest difference of logits of order 10 over 192 tokens: stock code rounds the same formula in other places.
+# Methods that are a plain base, or a division, are bit-equal.
+TOLERANCE = {"unscaled": 0.0, "linear": 0.0, "abf": 0.0, "ntk": 0.0, "yarn": 5e-4, "llama3": 5e-4}
+
+
+@pytest.mark.parametrize("spelled", SPELLED)
+def test_stock_transformers_reloads_with_the_same_logits(llama, ids, tmp_path, spelled):
+    chosen = parse_method(spelled)
+    with extend(llama, chosen, factor=4) as patch:
+        ours = logits_of(llama, ids)
+        path = save_extended(llama, tmp_path / "out")
+    stock = AutoModelForCausalLM.from_pretrained(path).eval()
+    assert type(stock.model.rotary_emb).__name__ == "LlamaRotaryEmbedding"
+    assert stock.config.max_position_embeddings == 4 * WINDOW
+    assert (logits_of(stock, ids) - ours).abs().max() <= TOLERANCE[chosen.name]
+    torch.testing.assert_close(stock.model.rotary_emb.inv_freq, patch.plan.inv_freq, rtol=1e-6, atol=0)
+    assert stock.model.rotary_emb.attention_scaling == pytest.approx(patch.plan.attention_scale, rel=1e-12)
+
+
+@pytest.mark.parametrize("spelled", SPELLED)
+def test_both_dialects_of_the_configuration_say_the_same(llama, tmp_path, spelled):
+    """transformers 4 and converters read rope_theta and rope_scaling; without them they fall back to base 10000."""
+    with extend(llama, parse_method(spelled), factor=4):
+        path = save_extended(llama, tmp_path / "out")
+    config = json.loads((path / "config.json").read_text())
+    new = config["rope_parameters"]
+    assert config["rope_theta"] == new["rope_theta"]
+    if new["rope_type"] == "default":
+        assert not config.get("rope_scaling")
+    else:
+        assert config["rope_scaling"] == {**new, "type": new["rope_type"]}
+    del config["rope_parameters"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    old = AutoConfig.from_pretrained(tmp_path / "old")
+    assert {k: v for k, v in old.rope_parameters.items() if k != "type"} == new
+
+
+def test_the_record_says_what_was_done(llama, tmp_path):
+    with extend(llama, Yarn(beta_fast=16.0), factor=4) as patch:
+        path = save_extended(llama, tmp_path / "out")
+    record = json.loads((path / "rope_ext.json").read_text())
+    assert record["method"] == "yarn"
+    assert record["hyperparameters"]["beta_fast"] == 16
+    assert (record["context"], record["original_context"]) == (4 * WINDOW, WINDOW)
+    assert torch.equal(torch.tensor(record["inv_freq"]), patch.plan.inv_freq)
+
+
+def test_a_plain_save_of_a_patched_model_reloads_alike_too(llama, ids, tmp_path):
+    """The configuration is in step with the module, so even save_pretrained loses nothing."""
+    with extend(llama, Linear(), factor=4):
+        ours = logits_of(llama, ids)
+        llama.save_pretrained(tmp_path)
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids), ours)
+
+
+def test_an_export_can_be_extended_again_only_by_choice(llama, tmp_path):
+    with extend(llama, Yarn(), factor=4):
+        path = save_extended(llama, tmp_path / "out")
+    again, _ = AutoModelForCausalLM.from_pretrained(path).eval(), None
+    with pytest.raises(ValueError, match="already carries 'yarn' scaling, 64 to 256"):
+        extend(again, Yarn(), context=512)
+    with extend(again, Yarn(), context=512, base="original") as patch:
+        assert patch.factor == 8
+
+
+def test_the_tokenizer_follows_the_window(tmp_path):
+    model, tokenizer = load_model("tiny", device="cpu")
+    before = tokenizer.model_max_length
+    with extend(model, Yarn(), context=1024):
+        path = save_extended(model, tmp_path / "out", tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(path).model_max_length == 1024
+    assert tokenizer.model_max_length == before
+
+
+def test_an_unpatched_model_is_refused(llama, tmp_path):
+    with pytest.raises(ExportError, match="not extended"):
+        save_extended(llama, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten(llama, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    (tmp_path / "file").write_text("x")
+    with extend(llama, Yarn(), factor=4):
+        for name in ("out", "file"):
+            with pytest.raises(ExportError, match="not an empty directory"):
+                save_extended(llama, tmp_path / name)
+    assert (tmp_path / "out" / "precious").read_text() == "x"
+
+
+def test_an_empty_directory_and_a_torn_earlier_try_are_fine(llama, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "model.safetensors").write_text("torn")
+    with extend(llama, Yarn(), factor=4):
+        path = save_extended(llama, tmp_path / "out")
+    assert (path / "model.safetensors").stat().st_size > 1000
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_unwritable_place(llama, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with extend(llama, Yarn(), factor=4), pytest.raises(ExportError, match="cannot be written"):
+        save_extended(llama, tmp_path / "file" / "out")
+
+
+def test_what_stock_code_would_read_differently_is_refused(llama, tmp_path):
+    """A base that is already scaled has no stock form under linear: the proof must catch it, and leave nothing."""
+    scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama.config.rope_parameters = {**scaled, "original_max_position_embeddings": 32}
+    with extend(llama, Linear(), factor=2, base="checkpoint"):
+        with pytest.raises(ExportError, match="no stock form"):
+            save_extended(llama, tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,352 @@
+"""extend(): the identity, effect, undo, nesting, dtype, and everything that must be refused."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from rope_ext import (
+    Abf,
+    ContextError,
+    Linear,
+    Llama3,
+    MethodError,
+    ModelError,
+    Ntk,
+    PatchError,
+    PositionPlan,
+    Unscaled,
+    Yarn,
+    extend,
+)
+from rope_ext.plan import StaticMethod
+from rope_ext.registry import known_methods, method
+from tests.conftest import WINDOW, logits_of, random_llama
+
+# transformers 5.24 renamed the keyword and warns about the old one
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+ALL = [method(name) for name in known_methods()]
+
+
+@pytest.mark.parametrize("chosen", ALL, ids=lambda m: m.name)
+def test_factor_one_is_bit_equal_to_the_untouched_model(llama, ids, chosen):
+    before = logits_of(llama, ids)
+    with extend(llama, chosen, factor=1):
+        assert torch.equal(logits_of(llama, ids), before)
+
+
+def test_unscaled_is_bit_equal_at_any_context(llama, ids):
+    before = logits_of(llama, ids)
+    with extend(llama, Unscaled(), context=4 * WINDOW):
+        assert torch.equal(logits_of(llama, ids), before)
+        assert llama.config.max_position_embeddings == 4 * WINDOW
+
+
+@pytest.mark.parametrize("chosen", [m for m in ALL if m.name != "unscaled"], ids=lambda m: m.name)
+def test_a_patch_takes_effect_and_undo_restores_every_bit(llama, ids, chosen):
+    before, config = logits_of(llama, ids), llama.config.to_dict()
+    patch = extend(llama, chosen, factor=4)
+    # logits of this model are of order 10; a method that moved nothing would leave them equal
+    assert (logits_of(llama, ids) - before).abs().max() > 1
+    assert llama.config.max_position_embeddings == 4 * WINDOW
+    assert llama.config.to_dict() != config
+    patch.undo()
+    patch.undo()
+    assert torch.equal(logits_of(llama, ids), before)
+    assert llama.config.to_dict() == config
+
+
+@pytest.mark.parametrize("chosen", [Unscaled(), Linear(), Abf(), Ntk(), Yarn(), Llama3()], ids=lambda m: m.name)
+def test_logits_equal_the_same_weights_under_stock_code(ids, chosen):
+    """Second oracle: transformers' own formulas, told by configuration, on the same weights."""
+    live = random_llama()
+    with extend(live, chosen, factor=4) as patch:
+        ours = logits_of(live, ids)
+        parameters = dict(live.config.rope_parameters)
+    stock = random_llama(rope_parameters=parameters, max_position_embeddings=4 * WINDOW)
+    stock.load_state_dict(live.state_dict())
+    assert type(stock.model.rotary_emb).__name__ == "LlamaRotaryEmbedding"
+    assert stock.model.rotary_emb.attention_scaling == pytest.approx(patch.plan.attention_scale, rel=1e-12)
+    # frequencies agree to 1e-6 relative; over 192 positions and logits of order 10 that is below 1e-3
+    torch.testing.assert_close(ours, logits_of(stock, ids), rtol=0, atol=1e-3)
+
+
+def test_undo_after_an_exception(llama, ids):
+    before = logits_of(llama, ids)
+
+    def fail():
+        raise KeyError("boom")
+
+    with pytest.raises(KeyError), extend(llama, Yarn(), factor=2):
+        fail()
+    assert torch.equal(logits_of(llama, ids), before)
+
+
+def test_nesting_starts_from_the_checkpoint_and_undoes_in_order(llama, ids):
+    before = logits_of(llama, ids)
+    with extend(llama, Linear(), factor=2):
+        alone = logits_of(llama, ids)
+    with extend(llama, Yarn(), factor=8) as outer:
+        middle = logits_of(llama, ids)
+        with extend(llama, Linear(), factor=2) as inner:
+            assert inner.geometry.original_context == WINDOW
+            assert torch.equal(logits_of(llama, ids), alone)
+            with pytest.raises(PatchError, match="undo that one first"):
+                outer.undo()
+            with pytest.raises(PatchError, match="lies under a later patch"):
+                outer.verify()
+        assert torch.equal(logits_of(llama, ids), middle)
+        outer.verify()
+    assert torch.equal(logits_of(llama, ids), before)
+    with pytest.raises(PatchError, match="undone"):
+        outer.verify()
+
+
+def test_bf16_keeps_frequencies_in_fp32(llama):
+    """A stock module cast with the model would turn whole turns off; ours must not, before or after the cast."""
+    with extend(llama, Yarn(), factor=4) as patch:
+        llama.to(torch.bfloat16)
+        table = llama.model.rotary_emb
+        assert table.inv_freq.dtype == torch.float32
+        assert torch.equal(table.inv_freq, patch.plan.inv_freq)
+        patch.verify()
+        positions = torch.tensor([[0, 4 * WINDOW - 1]])
+        cos, sin = table(torch.zeros(1, 2, 64, dtype=torch.bfloat16), positions)
+        assert cos.dtype == sin.dtype == torch.bfloat16
+        angle = patch.plan.inv_freq.double() * (4 * WINDOW - 1)
+        # the finished value is rounded to 8 bits, never the angle
+        torch.testing.assert_close(
+            cos[0, 1, :8].double(), angle.cos() * patch.plan.attention_scale, rtol=2**-8, atol=2**-8
+        )
+        llama.half()
+        assert table.inv_freq.dtype == torch.float32
+
+
+def test_extending_a_model_already_in_bf16():
+    model = random_llama(initializer_range=0.02).to(torch.bfloat16)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.bfloat16  # what stock code does to itself
+    with extend(model, Ntk(), factor=4):
+        assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_gradients_flow_and_training_mode_is_left_alone(llama, ids):
+    llama.train()
+    with extend(llama, Yarn(), factor=4):
+        assert llama.training
+        llama(input_ids=ids, labels=ids).loss.backward()
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in llama.parameters())
+
+
+def test_cached_decoding_equals_a_full_forward(llama, ids):
+    with extend(llama, Yarn(), factor=4), torch.no_grad():
+        full = llama(input_ids=ids).logits
+        cache = DynamicCache(config=llama.config)
+        llama(input_ids=ids[:, :100], **{CACHE: cache})
+        rest = llama(input_ids=ids[:, 100:], **{CACHE: cache}).logits
+    # fp32 sums in another order, logits of order 10
+    torch.testing.assert_close(rest, full[:, 100:], rtol=0, atol=1e-4)
+
+
+def test_left_padding_gives_the_same_logits(llama, ids):
+    row = ids[:1, :50]
+    padded = torch.cat((torch.zeros(1, 7, dtype=torch.long), row), dim=1)
+    mask = (torch.arange(57) >= 7).long()[None]
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with extend(llama, Llama3(), factor=4), torch.no_grad():
+        plain = llama(input_ids=row).logits
+        shifted = llama(input_ids=padded, attention_mask=mask, position_ids=positions).logits[:, 7:]
+    torch.testing.assert_close(shifted, plain, rtol=0, atol=1e-4)
+
+
+def test_state_dict_is_unchanged(llama):
+    keys = set(llama.state_dict())
+    with extend(llama, Yarn(), factor=4):
+        assert set(llama.state_dict()) == keys
+
+
+def test_fingerprint_tells_what_can_change_a_result(llama):
+    digests = set()
+    for chosen, factor in ((Yarn(), 4), (Yarn(), 8), (Yarn(truncate=False), 4), (Linear(), 4), (Unscaled(), 4)):
+        with extend(llama, chosen, factor=factor) as patch:
+            again = patch.fingerprint
+            assert again.digest == patch.fingerprint.digest
+            digests.add(again.digest)
+    assert len(digests) == 5
+    with extend(llama, Yarn(), factor=4) as patch:
+        known = patch.fingerprint
+        assert known.method == "yarn"
+        assert known.context == 4 * WINDOW
+        with torch.no_grad():
+            llama.lm_head.weight[0, 0] += 1
+        assert patch.fingerprint.weights != known.weights
+    with extend(llama.to(torch.bfloat16), Yarn(), factor=4) as patch:
+        assert patch.fingerprint.dtype == "bfloat16"
+
+
+def test_frequency_key_of_a_static_method_is_one_constant(llama):
+    with extend(llama, Yarn(), factor=4) as patch:
+        assert {patch.frequency_key(n) for n in (1, WINDOW, 10**6)} == {"static"}
+
+
+# Everything below must be refused, in one clear line, and leave the model alone.
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({}, "neither came"),
+        ({"context": 128, "factor": 2}, "both context=128 and factor=2"),
+        ({"factor": 0.5}, "factor: 0.5 would shrink"),
+        ({"factor": float("nan")}, "factor: nan"),
+        ({"factor": float("inf")}, "factor: inf"),
+        ({"context": WINDOW - 1}, "context: 63 is below the original window of 64"),
+    ],
+)
+def test_contexts_that_cannot_be_reached(llama, ids, request_, words):
+    before = logits_of(llama, ids)
+    with pytest.raises(ContextError, match=words):
+        extend(llama, Yarn(), **request_)
+    assert torch.equal(logits_of(llama, ids), before)
+
+
+def test_models_without_one_rotary_site():
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=32))
+    with pytest.raises(ModelError, match="GPT2LMHeadModel has no rotary embedding"):
+        extend(gpt2, Yarn(), factor=2)
+    double = random_llama()
+    double.model.layers[0].rotary_emb = double.model.rotary_emb.__class__(double.config)
+    with pytest.raises(ModelError, match="has 2 rotary embeddings"):
+        extend(double, Yarn(), factor=2)
+
+
+def test_other_families_are_refused_until_proven():
+    config = MistralConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    with pytest.raises(ModelError, match="family 'mistral' is not supported yet; known to work: llama"):
+        extend(MistralForCausalLM(config), Yarn(), factor=2)
+
+
+def test_odd_head_dim():
+    model = random_llama()
+    model.config.head_dim = 15  # transformers refuses it at construction; a configuration can still be edited
+    with pytest.raises(ValueError, match="head_dim: 15 cannot be rotated in pairs"):
+        extend(model, Yarn(), factor=2)
+
+
+SCALED = {
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_checkpoints_name_the_two_choices(kind):
+    model = random_llama(rope_parameters=dict(SCALED[kind]))
+    with pytest.raises(ModelError, match=rf"already carries '{kind}' scaling, 32 to 64.*\"original\".*\"checkpoint\""):
+        extend(model, Linear(), context=128)
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_checkpoints_from_their_original_window(kind, ids):
+    model = random_llama(rope_parameters=dict(SCALED[kind]))
+    before = logits_of(model, ids)
+    fresh = random_llama(max_position_embeddings=32)
+    with extend(model, Ntk(), context=128, base="original") as patch, extend(fresh, Ntk(), context=128):
+        assert patch.geometry.original_context == 32
+        assert patch.factor == 4
+        assert torch.equal(logits_of(model, ids), logits_of(fresh, ids))
+    assert torch.equal(logits_of(model, ids), before)
+
+
+def test_scaled_checkpoints_as_the_base(ids):
+    model = random_llama(rope_parameters=dict(SCALED["llama3"]))
+    before = logits_of(model, ids)
+    with extend(model, Unscaled(), factor=1, base="checkpoint"):
+        assert torch.equal(logits_of(model, ids), before)
+    with extend(model, Linear(), factor=2, base="checkpoint") as patch:
+        assert torch.equal(patch.plan.inv_freq, model.model.rotary_emb.geometry.inv_freq / 2)
+    with pytest.raises(MethodError, match="not defined over frequencies that are already scaled"):
+        extend(model, Yarn(), factor=2, base="checkpoint")
+    yarned = random_llama(rope_parameters=dict(SCALED["yarn"]))
+    with pytest.raises(ModelError, match=r"scales attention by 1\.06"):
+        extend(yarned, Linear(), factor=2, base="checkpoint")
+
+
+def test_compiled_and_meta_models(llama):
+    with pytest.raises(ModelError, match="extend, then compile"):
+        extend(torch.compile(llama, backend="eager"), Yarn(), factor=2)
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(llama.config)
+    with pytest.raises(ModelError, match="meta device"):
+        extend(empty, Yarn(), factor=2)
+    llama.compile(backend="eager")
+    with pytest.raises(ModelError, match="extend, then compile"):
+        extend(llama, Yarn(), factor=2)
+
+
+def test_a_model_that_ignores_its_rotary_module_is_found_out(llama, ids):
+    """The patch would be in place and without effect; only running it can tell."""
+
+    class Deaf(nn.Module):
+        def __init__(self, attention):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, hidden_states, position_embeddings=None, **rest):
+            cos, sin = (torch.ones_like(f) for f in position_embeddings)
+            return self.attention(hidden_states, position_embeddings=(cos, 0 * sin), **rest)
+
+    for layer in llama.model.layers:
+        layer.self_attn = Deaf(layer.self_attn)
+    before, config = logits_of(llama, ids), llama.config.to_dict()
+    with pytest.raises(PatchError, match="ignores its rotary module"):
+        extend(llama, Yarn(), factor=2)
+    assert torch.equal(logits_of(llama, ids), before)
+    assert llama.config.to_dict() == config
+
+
+def test_verify_finds_frequencies_that_were_tampered_with(llama):
+    with extend(llama, Yarn(), factor=2) as patch:
+        llama.model.rotary_emb.inv_freq *= 1.01
+        with pytest.raises(PatchError, match="off the plan"):
+            patch.verify()
+
+
+def test_length_dependent_methods_are_refused(llama):
+    class Growing(StaticMethod):
+        name = "growing"
+
+        def plan(self, rope, *, context, seq_len):
+            return PositionPlan(inv_freq=rope.inv_freq)
+
+        def frequency_key(self, rope, *, context, seq_len):
+            return seq_len
+
+        def rope_parameters(self, rope, *, context):
+            return {"rope_type": "default", "rope_theta": rope.theta}
+
+    with pytest.raises(MethodError, match="growing: its frequencies change with the current length"):
+        extend(llama, Growing(), factor=2)

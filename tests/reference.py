@@ -1,0 +1,107 @@
+"""The methods once more, in plain float64 Python, written from the papers; it imports nothing of the project.
+
+Each function returns the list of angular frequencies (rad/token, fastest pair first). `d` is the head dimension, `b`
+the base, `L` the original window, `s` the factor: the papers' letters.
+"""
+
+import math
+
+
+def base(d, b):
+    """RoFormer, section 3.2.2: theta_i = b^(-2(i-1)/d), i = 1 .. d/2."""
+    return [b ** (-2 * i / d) for i in range(d // 2)]
+
+
+def linear(d, b, s):
+    """Position Interpolation, equation 4: f(x, m L / L'), so every angle shrinks by s."""
+    return [f / s for f in base(d, b)]
+
+
+def ntk_theta(d, b, s):
+    """YaRN paper, equation 16 (the definition of b'): chosen so that the last pair is interpolated by exactly s."""
+    return b * s ** (d / (d - 2))
+
+
+def ntk(d, b, s):
+    return base(d, ntk_theta(d, b, s))
+
+
+def abf(d, theta):
+    return base(d, theta)
+
+
+def abf_auto_theta(b, L, s):
+    """Liu et al. 2023: the critical dimension log_b(L / 2 pi) is held while the window grows to s L."""
+    critical = math.log(L / (2 * math.pi), b)
+    return (s * L / (2 * math.pi)) ** (1 / critical)
+
+
+def yarn_pair(d, b, L, turns):
+    """Authors' code, find_correction_dim: the pair index whose wavelength fits `turns` times into L."""
+    return d * math.log(L / (turns * 2 * math.pi)) / (2 * math.log(b))
+
+
+def yarn(d, b, L, s, beta_fast=32.0, beta_slow=1.0, truncate=True):
+    """Authors' code, YaRN without dynamic scaling: a ramp in the pair index from kept to divided."""
+    low, high = yarn_pair(d, b, L, beta_fast), yarn_pair(d, b, L, beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    if low == high:
+        high += 0.001
+    out = []
+    for i, f in enumerate(base(d, b)):
+        divided = min(max((i - low) / (high - low), 0.0), 1.0)
+        out.append(f / s * divided + f * (1.0 - divided))
+    return out
+
+
+def yarn_scale(s):
+    """YaRN paper, equation 22: sqrt(1/t) = 0.1 ln s + 1, on queries and keys each."""
+    return 0.1 * math.log(s) + 1.0 if s > 1 else 1.0
+
+
+def llama3(d, b, L, s, low=1.0, high=4.0):
+    """Meta's apply_scaling: by wavelength against L/high and L/low, a blend in L/wavelength between."""
+    out = []
+    for f in base(d, b):
+        wavelength = 2 * math.pi / f
+        if wavelength < L / high:
+            out.append(f)
+        elif wavelength > L / low:
+            out.append(f / s)
+        else:
+            smooth = (L / wavelength - low) / (high - low)
+            out.append((1 - smooth) * f / s + smooth * f)
+    return out
+
+
+# (name of the geometry, d, b, L, s): a window too short for whole ramps, Llama-1/2/3, and a small head.
+GEOMETRIES = (
+    ("tiny", 16, 10_000.0, 64, 4.0),
+    ("bundled", 32, 10_000.0, 256, 8.0),
+    ("llama2", 128, 10_000.0, 4096, 16.0),
+    ("llama3", 128, 500_000.0, 8192, 4.0),
+    ("llama32", 64, 500_000.0, 8192, 32.0),
+)
+
+
+def goldens():
+    """Return {method: {geometry: {"inv_freq": [...], "attention_scale": x}}} for the methods' defaults and variants."""
+    table = {}
+    for name, d, b, L, s in GEOMETRIES:
+        rows = {
+            "unscaled": (base(d, b), 1.0),
+            "linear": (linear(d, b, s), 1.0),
+            "abf": (abf(d, abf_auto_theta(b, L, s)), 1.0),
+            "abf:theta=1000000": (abf(d, 1e6), 1.0),
+            "ntk": (ntk(d, b, s), 1.0),
+            "yarn": (yarn(d, b, L, s), yarn_scale(s)),
+            "yarn:truncate=false": (yarn(d, b, L, s, truncate=False), yarn_scale(s)),
+            "yarn:beta_fast=16:beta_slow=2:attention_scale=1": (yarn(d, b, L, s, 16.0, 2.0), 1.0),
+            "llama3": (llama3(d, b, L, s), 1.0),
+            "llama3:low_freq_factor=2:high_freq_factor=8": (llama3(d, b, L, s, 2.0, 8.0), 1.0),
+        }
+        for method, (inv_freq, scale) in rows.items():
+            table.setdefault(method, {})[name] = {"inv_freq": inv_freq, "attention_scale": scale}
+    return table
