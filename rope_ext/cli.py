@@ -86,8 +86,10 @@ def _refuse(message: str) -> NoReturn:
 
 def _quiet_libraries() -> None:
     """Keep transformers' progress bars and advice off the screen; our own bar says how far a run is."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
+    hub_logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
@@ -216,8 +218,8 @@ def _verdict(ratio: float, factor: float) -> str:
     if abs(ratio - 1) < 1e-6:
         return "untouched"
     if abs(ratio * factor - 1) < 1e-6:
-        return "divided by the factor"
-    return "slowed in part" if ratio > 1 / factor else "slowed beyond the factor"
+        return "divided"
+    return "blended" if ratio > 1 / factor else "beyond the factor"
 
 
 def _bytes(value: object) -> str:

@@ -189,7 +189,7 @@ def load_model(
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """Return a model's configuration alone, without its weights (a GGUF is read in full, it has no other form).
+    """Return a model's configuration alone, without its weights.
 
     Raises:
         ModelError: nothing of that name, or transformers cannot read it.
@@ -197,10 +197,8 @@ def load_config(name: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     source, gguf_file = _locate(name)
-    if gguf_file:
-        return load_model(name, device="cpu")[0].config
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source, **({"gguf_file": gguf_file} if gguf_file else {}))
     except _LOADING_ERRORS as error:
         raise _unreadable(name, error) from error
 

@@ -1,0 +1,91 @@
+"""Documents that cannot rot: the README's code runs, its tables are current, everything is mentioned."""
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from recipes.load import CONFIGS
+from rope_ext import cli
+from rope_ext.registry import known_methods
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = [c.name or c.callback.__name__ for c in cli.app.registered_commands]
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_current():
+    assert script("regen_readme").filled(README) == README
+
+
+def test_the_python_blocks_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    python = [code for language, code in BLOCKS if language == "python"]
+    usage, reload, _ = python
+    exec(usage, {})
+    exec(reload, {})
+
+
+def test_the_method_of_the_readme_works(tmp_path, monkeypatch, llama):
+    """Written as one file beside the others it is found, patches, and is refused by the export, as the text says."""
+    import rope_ext.methods
+    from rope_ext import ExportError, extend, save_extended
+    from rope_ext.registry import parse_method
+
+    (code,) = (code for language, code in BLOCKS if language == "python" and "class Half" in code)
+    (tmp_path / "half.py").write_text(code)
+    monkeypatch.setattr(rope_ext.methods, "__path__", [*rope_ext.methods.__path__, str(tmp_path)])
+    assert "half" in known_methods()
+    with extend(llama, parse_method("half:kept=0.25"), factor=4) as patch:
+        ratio = patch.plan.inv_freq / patch.geometry.inv_freq
+        assert ratio.tolist() == [1, 1, *[0.25] * 6]
+        with pytest.raises(ExportError, match="no stock form"):
+            save_extended(llama, tmp_path / "out")
+    sys.modules.pop("rope_ext.methods.half")
+
+
+def test_the_shell_lines_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [line for language, code in BLOCKS if language == "sh" for line in code.splitlines()]
+    ours = [shlex.split(line)[1:] for line in lines if line.startswith("rope-ext ")]
+    assert len(ours) >= 4
+    for words in ours:
+        result = CliRunner().invoke(cli.app, words)
+        assert result.exit_code == 0, f"{words}: {result.output}"
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"\bmake (\w+)", "\n".join(lines))
+    assert targets == ["demo", "test"]
+    assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_documented_and_has_help(command):
+    assert f"rope-ext {command}" in README
+    assert CliRunner().invoke(cli.app, [command, "--help"]).exit_code == 0
+
+
+def test_every_method_is_documented():
+    assert all(f"| `{name}` |" in README for name in known_methods())
+
+
+def test_every_recipe_and_script_is_mentioned():
+    assert all(path.parent.name.split("-")[0] in README for path in CONFIGS.rglob("*.yaml"))
+    assert all(path.name in README for path in (ROOT / "scripts").glob("*.py"))
+
+
+def test_the_changelog_knows_the_version():
+    import rope_ext
+
+    assert f"## {rope_ext.__version__}" in (ROOT / "CHANGELOG.md").read_text()

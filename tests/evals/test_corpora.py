@@ -1,0 +1,95 @@
+import pytest
+
+from evals.corpora import Document, hash_ids, is_held_out, python_sources, read_documents, tokenise
+from evals.errors import EvalError
+from tests.evals.conftest import byte_tokenizer
+
+
+def test_python_sources_split_once_and_for_all():
+    train, held_out, everything = (python_sources(s) for s in ("train", "held-out", "all"))
+    names = [d.name for d in everything]
+    assert names == sorted(names)
+    assert sorted(d.name for d in train + held_out) == names
+    assert 0.05 < len(held_out) / len(everything) < 0.2
+    assert all(is_held_out(d.name) for d in held_out)
+    assert not any("/test/" in n or n.startswith(("test/", "encodings/")) for n in names)
+
+
+def test_the_split_is_frozen():
+    """The bundled model was trained on one side of it: a change would let it be tested on its training text."""
+    assert {n: is_held_out(n) for n in ("argparse.py", "sysconfig.py", "typing.py", "distutils/dist.py")} == {
+        "argparse.py": False,
+        "sysconfig.py": True,
+        "typing.py": False,
+        "distutils/dist.py": True,
+    }
+
+
+def test_text_jsonl_and_folders(tmp_path):
+    (tmp_path / "b.txt").write_text("plain")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 7}\n')
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / ".hidden").write_text("no")
+    assert [(d.name, d.text) for d in read_documents(tmp_path)] == [
+        ("a.jsonl:1", "one"),
+        ("a.jsonl:3", "two"),
+        ("b.txt", "plain"),
+    ]
+    assert [d.text for d in read_documents(tmp_path / "b.txt")] == ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("missing", None, "does not exist"),
+        ("empty.txt", b"", "holds no documents"),
+        ("latin.txt", b"caf\xe9", "not UTF-8"),
+        ("bad.jsonl", b'{"text": "x"}\n{"text": \n', "line 2 is not JSON"),
+        ("keys.jsonl", b'{"body": "x"}\n', 'line 1 has no "text"'),
+        ("list.jsonl", b"[1]\n", 'line 1 has no "text"'),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(EvalError, match=words):
+        read_documents(tmp_path / name)
+
+
+def documents(*lengths):
+    return [Document(name=f"d{i}", text=chr(97 + i) * n) for i, n in enumerate(lengths)]
+
+
+def test_every_document_has_the_same_length_and_one_bos(tokenizer):
+    corpus = tokenise(documents(100, 5, 50, 49), tokenizer, name="toy", num_tokens=50, max_documents=9)
+    assert {len(d.ids) for d in corpus.documents} == {50}
+    assert all(d.ids[0] == 0 and 0 not in d.ids[1:] for d in corpus.documents)
+    # 49 characters and BOS make exactly 50 tokens
+    assert sorted(d.name for d in corpus.documents) == ["d0", "d2", "d3"]
+    assert corpus.num_too_short == 1
+    assert corpus.bos == 0
+
+
+def test_a_tokenizer_without_bos_gets_none():
+    corpus = tokenise(documents(50), byte_tokenizer(bos=False), name="toy", num_tokens=50, max_documents=1)
+    assert corpus.bos is None
+    assert 0 not in corpus.documents[0].ids
+
+
+def test_choice_and_hash_do_not_depend_on_the_order_given(tokenizer):
+    docs = documents(60, 60, 60, 60)
+    one, other = (
+        tokenise(d, tokenizer, name="toy", num_tokens=50, max_documents=2) for d in (docs, list(reversed(docs)))
+    )
+    assert one == other
+    assert len(one.documents) == 2
+
+
+def test_too_few_is_an_error_that_tells_the_longest(tokenizer):
+    with pytest.raises(EvalError, match=r"toy has 0 documents of at least 50 tokens, 1 needed \(longest of 2: 41\)"):
+        tokenise(documents(10, 40), tokenizer, name="toy", num_tokens=50, max_documents=3)
+
+
+def test_hash_tells_borders_apart():
+    assert hash_ids([[1, 2], [3]]) != hash_ids([[1], [2, 3]])
+    assert hash_ids([[1, 2]]) == hash_ids([(1, 2)])

@@ -1,0 +1,123 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evals import passkey
+from evals.corpora import encode
+from evals.errors import EvalError
+from rope_ext import load_model
+from tests.conftest import random_llama
+from tests.evals.conftest import byte_tokenizer
+
+TOKENIZERS = {"bytes": byte_tokenizer(), "no-bos": byte_tokenizer(bos=False), "merged": byte_tokenizer(digits=False)}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(length=st.integers(300, 900), depth=st.floats(0, 1), trial=st.integers(0, 50))
+def test_prompts_are_exact(name, length, depth, trial):
+    tokenizer = TOKENIZERS[name]
+    key = passkey.trial_key(0, length, depth, trial)
+    prompt = passkey.build_prompt(tokenizer, length=length, depth=depth, trial=trial, key=key)
+    assert len(prompt.ids) == prompt.length == length
+    bos = tokenizer.bos_token_id
+    assert prompt.ids.count(bos) == (0 if bos is None else 1)
+    assert bos is None or prompt.ids[0] == bos
+    text = tokenizer.decode(list(prompt.ids))
+    assert text.count(key) == 3  # twice in the needle, once as the answer
+    assert text.endswith(f"The pass key is {key}")
+    needle = tokenizer.decode(list(prompt.ids[prompt.needle_start : prompt.needle_end]))
+    assert needle == passkey.NEEDLE.format(key=key)
+    assert tokenizer.decode(list(prompt.ids[-prompt.num_answer :])) == f" {key}"
+    filler = length - passkey.template_tokens(tokenizer) + _shorter(tokenizer, key)
+    assert abs(prompt.actual_depth - depth) <= 0.5 / filler
+
+
+def _shorter(tokenizer, key):
+    """How many tokens this key's template saves over the longest key's, where digits merge."""
+    texts = [passkey.NEEDLE + passkey.ANSWER, (passkey.NEEDLE + passkey.ANSWER)]
+    long, short = (len(encode(tokenizer, t.format(key=k))) for t, k in zip(texts, ("99999", key), strict=True))
+    return long - short
+
+
+def test_depths_zero_and_one_touch_the_ends(tokenizer):
+    first, last = (passkey.build_prompt(tokenizer, length=400, depth=d, trial=0, key="12345") for d in (0.0, 1.0))
+    assert first.actual_depth == 0
+    assert last.actual_depth == 1
+    text = tokenizer.decode(list(first.ids), skip_special_tokens=True)
+    assert text.startswith(passkey.INSTRUCTION + passkey.NEEDLE.format(key="12345"))
+    assert tokenizer.decode(list(last.ids)).endswith(passkey.NEEDLE.format(key="12345") + passkey.QUESTION + " 12345")
+
+
+def test_trials_are_a_function_of_their_coordinates(tokenizer):
+    wide = passkey.build_trials(tokenizer, length=400, depths=(0.0, 0.5, 1.0), num_trials=4, seed=1)
+    narrow = passkey.build_trials(tokenizer, length=400, depths=(0.5,), num_trials=2, seed=1)
+    assert narrow == [p for p in wide if p.depth == 0.5][:2]
+    assert len({p.key for p in wide}) == len(wide)
+    assert all(len(p.key) == 5 and p.key[0] != "0" for p in wide)
+    other = passkey.build_trials(tokenizer, length=400, depths=(0.5,), num_trials=2, seed=2)
+    assert {p.key for p in other}.isdisjoint(p.key for p in wide)
+
+
+def test_the_shortest_length_is_told(tokenizer):
+    least = passkey.template_tokens(tokenizer)
+    assert len(passkey.build_prompt(tokenizer, length=least, depth=0.5, trial=0, key="12345").ids) == least
+    with pytest.raises(EvalError, match=f"length {least - 1} is shorter than the template.*at least {least} tokens"):
+        passkey.build_prompt(tokenizer, length=least - 1, depth=0.5, trial=0, key="12345")
+
+
+@pytest.mark.parametrize("depth", [-0.1, 1.1])
+def test_depths_outside_are_refused(tokenizer, depth):
+    with pytest.raises(EvalError, match=r"outside \[0, 1\]"):
+        passkey.build_prompt(tokenizer, length=400, depth=depth, trial=0, key="12345")
+
+
+def test_own_filler_is_used_and_may_not_be_empty(tokenizer):
+    prompt = passkey.build_prompt(tokenizer, length=400, depth=0.5, trial=0, key="12345", filler=[50, 51])
+    assert set(prompt.ids) >= {50, 51}
+    assert "river" not in tokenizer.decode(list(prompt.ids))
+    with pytest.raises(EvalError, match="filler is empty"):
+        passkey.build_prompt(tokenizer, length=400, depth=0.5, trial=0, key="12345", filler=[])
+
+
+def test_teacher_forcing_agrees_with_greedy_decoding():
+    """On the bundled model: right at once iff generate() writes the key, inside the window and past it."""
+    model, tokenizer = load_model("tiny", device="cpu")
+    outcomes = set()
+    for length in (128, 256, 700):
+        prompts = passkey.build_trials(tokenizer, length=length, depths=(0.1, 0.9), num_trials=3, seed=5)
+        for prompt, score in zip(prompts, passkey.score_prompts(model, prompts), strict=True):
+            start = torch.tensor([prompt.ids[: -prompt.num_answer]])
+            written = model.generate(
+                start,
+                attention_mask=torch.ones_like(start),
+                max_new_tokens=prompt.num_answer,
+                do_sample=False,
+                pad_token_id=1,
+                eos_token_id=None,
+            )
+            greedy = tuple(written[0, start.shape[1] :].tolist())
+            assert score.correct == (greedy == prompt.ids[-prompt.num_answer :])
+            outcomes.add(score.correct)
+    assert outcomes == {True, False}
+
+
+def test_batched_equals_single(tokenizer):
+    model = random_llama(vocab_size=258)
+    prompts = passkey.build_trials(tokenizer, length=300, depths=(0.0, 1.0), num_trials=3, seed=0)
+    together = passkey.score_prompts(model, prompts)
+    alone = [passkey.score_prompts(model, [p])[0] for p in prompts]
+    assert [s.predicted for s in together] == [s.predicted for s in alone]
+    # fp32 sums in another order
+    assert [s.answer_nll for s in together] == pytest.approx([s.answer_nll for s in alone], abs=1e-4)
+
+
+def test_unequal_prompts_and_broken_models_are_refused(tokenizer):
+    model = random_llama(vocab_size=258)
+    unequal = [passkey.build_prompt(tokenizer, length=n, depth=0.5, trial=0, key="12345") for n in (300, 301)]
+    with pytest.raises(EvalError, match="one length"):
+        passkey.score_prompts(model, unequal)
+    with torch.no_grad():
+        model.lm_head.weight[:] = torch.nan
+    with pytest.raises(EvalError, match="not finite"):
+        passkey.score_prompts(model, unequal[:1])

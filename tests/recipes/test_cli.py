@@ -1,0 +1,217 @@
+"""The command as a user types it: exit codes, one line for bad input, JSON on stdout alone."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from rope_ext import cli
+from rope_ext.registry import known_methods
+
+
+def rope_ext(*words):
+    return CliRunner().invoke(cli.app, [str(w) for w in words])
+
+
+def document(*words):
+    result = rope_ext(*words)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*words):
+    """Return the one line on stderr of a command that must exit 2 and print nothing else."""
+    result = rope_ext(*words)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom rope_ext.cli import app\n"
+        "r = CliRunner().invoke(app, ['--help'])\nassert r.exit_code == 0 and 'compare' in r.output\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'altair', 'pydantic', 'yaml'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_version():
+    result = rope_ext("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("rope-ext 0.")
+
+
+def test_methods_lists_the_registry():
+    rows = document("methods", "--json")
+    assert [r["name"] for r in rows] == list(known_methods())
+    assert next(r for r in rows if r["name"] == "yarn")["hyperparameters"]["beta_fast"] == 32
+    shown = rope_ext("methods").stdout
+    assert all(name in shown for name in known_methods())
+
+
+def test_inspect_json(checkpoint):
+    got = document("inspect", checkpoint, "--method", "linear", "--factor", "4", "--json")
+    assert got["original_context"] == 512
+    assert got["context"] == 2048
+    assert got["new_inv_freq"] == pytest.approx([f / 4 for f in got["inv_freq"]])
+    assert got["wavelengths"] == pytest.approx([2 * math.pi / f for f in got["inv_freq"]])
+    # keys and values, 2 layers, 2 KV heads, 16 dimensions, 2 bytes, 2048 tokens
+    assert got["kv_cache_bytes"] == 2 * 2 * 2 * 16 * 2 * 2048
+    assert got["attention_scale"] == 1
+
+
+def test_inspect_table(checkpoint):
+    shown = rope_ext("inspect", checkpoint, "--method", "yarn", "--context", "4096").stdout
+    assert "untouched" in shown
+    assert "divided" in shown
+    assert "blended" in shown
+    assert "512 KiB" in shown
+    plain = rope_ext("inspect", checkpoint).stdout
+    assert "factor 1" in plain
+
+
+def test_extend_writes_a_checkpoint(checkpoint, tmp_path):
+    got = document("extend", checkpoint, "--method", "yarn", "--context", "1024", "--out", tmp_path / "x", "--json")
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 1024
+    assert config["rope_parameters"]["rope_type"] == "yarn"
+    assert got["fingerprint"]["context"] == 1024
+    assert json.loads((tmp_path / "x" / "tokenizer_config.json").read_text())["model_max_length"] == 1024
+    assert "already carries 'yarn' scaling" in refused(
+        "extend", tmp_path / "x", "-m", "ntk", "-f", "2", "-o", tmp_path / "y"
+    )
+    assert (
+        rope_ext(
+            "extend", tmp_path / "x", "-m", "ntk", "-c", "2048", "-o", tmp_path / "y", "--base", "original"
+        ).exit_code
+        == 0
+    )
+
+
+def compare_words(checkpoint, data):
+    return [
+        "compare",
+        "--model",
+        checkpoint,
+        "--methods",
+        "unscaled,yarn:truncate=false",
+        "--context",
+        "1024",
+        "--lengths",
+        "512,1024",
+        "--data",
+        data,
+        "--documents",
+        "2",
+        "--trials",
+        "1",
+    ]
+
+
+def test_compare_end_to_end(checkpoint, data, tmp_path):
+    out = tmp_path / "run"
+    result = rope_ext(*compare_words(checkpoint, data), "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "yarn:truncate=false" in result.stdout
+    assert sorted(p.name for p in out.iterdir()) == [
+        "cells.jsonl",
+        "frequencies.png",
+        "passkey_unscaled.png",
+        "passkey_yarn-truncate-false.png",
+        "perplexity.png",
+        "recipe.yaml",
+        "report.md",
+        "run.json",
+        "samples.jsonl",
+    ]
+    again = document("compare", "--recipe", out / "recipe.yaml", "--out", tmp_path / "again", "--json")
+    first = [json.loads(line) for line in (out / "cells.jsonl").read_text().splitlines()]
+    assert [c["value"] for c in again["cells"]] == [c["value"] for c in first]
+    assert set(again["effective_length"]) == {"unscaled", "yarn:truncate=false"}
+    assert again["original_context"] == 512
+
+
+def test_kill_nine_loses_nothing_that_was_computed(checkpoint, data, tmp_path):
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "rope_ext.cli", *map(str, compare_words(checkpoint, data)), "--out", str(out)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if (out / "samples.jsonl").exists():
+            os.kill(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.01)
+    process.wait()
+    kept = (out / "samples.jsonl").read_text().count("\n")
+    assert kept >= 1
+    result = rope_ext("compare", "--out", out, "--resume")
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    keys = [(r["fingerprint"], r["task"], r["length"], r["unit"]) for r in lines]
+    assert len(keys) == len(set(keys)) == 2 * 2 * (2 + 5)
+
+
+def test_failed_cells_exit_three(checkpoint, data, tmp_path, monkeypatch):
+    def fail(*_args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("recipes.compare.passkey.score_prompts", fail)
+    result = rope_ext(*compare_words(checkpoint, data), "--out", tmp_path / "run")
+    assert result.exit_code == 3
+    assert "out of memory" in result.stderr
+    assert "failed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare", "--methods", "yran"], "'yran' is not a method; did you mean 'yarn'?"),
+        (["compare", "--methods", "yarn:beta_fats=1"], "did you mean 'beta_fast'?"),
+        (["compare", "--methods", ","], "names none"),
+        (["compare", "--lengths", "256,many"], "lengths: '256,many' is not a comma list"),
+        (["compare", "--lengths", "1"], "lengths.0: 1 is refused"),
+        (["compare", "--recipe", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["compare", "--resume"], "resume: give --out DIR and nothing else"),
+        (["compare", "--model", "tinny"], "'tinny' does not exist; did you mean 'tiny'?"),
+        (["compare", "--model", "./no/such/dir"], "'./no/such/dir' does not exist"),
+        (["compare", "--base", "middle"], "base: 'middle' is refused"),
+        (["inspect", "tinny"], "did you mean 'tiny'?"),
+        (["inspect", "tiny", "--method", "yarn", "--factor", "0.5"], "factor: 0.5 would shrink"),
+        (["inspect", "tiny", "--context", "100"], "context: 100 is below the original window of 256"),
+        (["inspect", "tiny", "--context", "512", "--factor", "2"], "both context=512 and factor=2.0"),
+        (["inspect", "tiny", "--base", "middle"], "base: 'middle' is neither original nor checkpoint"),
+        (["extend", "tiny", "--method", "yarn", "--out", "x"], "neither came"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_two(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(*words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way(tmp_path, checkpoint, data):
+    (tmp_path / "f").write_text("x")
+    assert "cannot be written" in refused("extend", "tiny", "-m", "yarn", "-f", "2", "-o", tmp_path / "f" / "x")
+    assert "not an empty directory" in refused("extend", "tiny", "-m", "yarn", "-f", "2", "-o", tmp_path / "f")
+    assert "cannot be written" in refused(*compare_words(checkpoint, data), "--out", tmp_path / "f" / "x")
+    assert "name the folder of a transformers checkpoint" in refused("inspect", tmp_path / "f")
+    (tmp_path / "d").mkdir()
+    assert "holds no config.json" in refused("inspect", tmp_path / "d")
+    (tmp_path / "d" / "config.json").write_text("{")
+    assert "cannot be loaded" in refused("inspect", tmp_path / "d")
+
+
+def test_debug_shows_the_traceback():
+    result = rope_ext("--debug", "inspect", "tinny")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    rope_ext("methods")  # resets the switch for the tests that follow

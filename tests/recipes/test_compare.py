@@ -1,0 +1,195 @@
+import dataclasses
+import json
+import math
+
+import pytest
+
+from evals import rows
+from evals.errors import EvalError
+from evals.rows import read_cells, read_samples
+from recipes import compare
+from recipes.compare import default_lengths, prepare, resumed_recipe, run_compare, total_cost
+from recipes.load import RecipeError, make_recipe
+from recipes.present import table, write_pictures, write_report
+from rope_ext import ContextError, MethodError, ModelError
+
+
+def run(recipe, out, *, resume=False):
+    return run_compare(prepare(make_recipe(recipe), out, resume=resume))
+
+
+def strip(cells):
+    return [dataclasses.replace(c, commit=None) for c in cells]
+
+
+def test_a_whole_run(recipe, tmp_path):
+    steps = []
+    setting = prepare(make_recipe(recipe), tmp_path / "run")
+    result = run_compare(setting, advance=lambda cost, what: steps.append((cost, what)))
+    assert sum(cost for cost, _ in steps) == pytest.approx(total_cost(setting))
+    assert not result.failed
+
+    cells = read_cells(tmp_path / "run" / "cells.jsonl")
+    assert cells == list(result.cells)
+    # 3 methods x 2 lengths x (1 perplexity + 1 pooled passkey + 2 depths)
+    assert len(cells) == 3 * 2 * 4
+    assert {c.status for c in cells} == {"ok"}
+    assert {c.n for c in cells if c.task == "perplexity"} == {3}
+    assert {c.n for c in cells if c.task == "passkey" and c.depth is None} == {4}
+
+    samples = read_samples(tmp_path / "run" / "samples.jsonl")
+    assert len(samples) == 3 * 2 * (3 + 4)
+    for length in (512, 1024):
+        shown = {}
+        for s in samples:
+            if s.length == length:
+                shown.setdefault(s.method, set()).add((s.task, s.unit, s.data_hash))
+        assert shown["unscaled"] == shown["yarn"] == shown["linear"], "methods must see the same tokens"
+
+    for cell in cells:  # every aggregate can be recomputed from the samples
+        if cell.task == "perplexity":
+            mine = [
+                s for s in samples if (s.fingerprint, s.task, s.length) == (cell.fingerprint, "perplexity", cell.length)
+            ]
+            mean = math.fsum(s.value * s.weight for s in mine) / sum(s.weight for s in mine)
+            assert cell.value == pytest.approx(math.exp(mean), rel=1e-12)
+
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert set(record["fingerprints"]) == {c.fingerprint for c in cells}
+    assert record["corpus"]["num_too_short"] <= 1
+    assert record["original_context"] == 512
+    assert setting.model.config.max_position_embeddings == 512, "every patch is undone"
+
+
+def test_unscaled_rows_do_not_depend_on_the_context(recipe, tmp_path):
+    """The patched control is the untouched model: same numbers whatever window is claimed."""
+    recipe |= {"methods": ["unscaled"], "passkey": {"trials": 0}}
+    one = run(recipe, tmp_path / "a")
+    two = run(recipe | {"context": 2048}, tmp_path / "b")
+    assert [c.value for c in one.cells] == [c.value for c in two.cells]
+
+
+def test_pictures_table_and_report(recipe, tmp_path):
+    result = run(recipe | {"methods": ["unscaled", "yarn:beta_fast=16"]}, tmp_path / "run")
+    pictures = write_pictures(result)
+    assert [p.name for p in pictures] == [
+        "perplexity.png",
+        "passkey_unscaled.png",
+        "passkey_yarn-beta_fast-16.png",
+        "frequencies.png",
+    ]
+    assert all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 5000 for p in pictures)
+    view = table(result)
+    assert [c.header for c in view.columns] == [
+        "method",
+        "ppl\n512",
+        "ppl\n1024",
+        "key\n512",
+        "key\n1024",
+        "effective\nlength",
+    ]
+    assert view.row_count == 2
+    report = write_report(result, pictures).read_text()
+    assert "| yarn:beta_fast=16 |" in report
+    assert "rope-ext compare --recipe" in report
+
+
+def test_a_killed_run_goes_on_to_the_same_table(recipe, tmp_path, monkeypatch):
+    whole = run(recipe, tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    written = 0
+
+    def append_and_die(path, new):
+        nonlocal written
+        written += 1
+        if written == 5:
+            raise Killed
+        real(path, new)
+
+    real = rows.append
+    monkeypatch.setattr(compare.rows, "append", append_and_die)
+    with pytest.raises(Killed):
+        run(recipe, tmp_path / "torn")
+    monkeypatch.setattr(compare.rows, "append", real)
+    path = tmp_path / "torn" / "samples.jsonl"
+    path.write_bytes(path.read_bytes()[:-17])  # and the last line torn
+    kept = len(read_samples(path))
+    assert 0 < kept < 42
+
+    resumed = run_compare(prepare(resumed_recipe(tmp_path / "torn"), tmp_path / "torn", resume=True))
+    assert strip(resumed.cells) == strip(whole.cells)
+    assert len(read_samples(path)) == 42
+
+
+def test_resuming_a_finished_run_measures_nothing(recipe, tmp_path, monkeypatch):
+    first = run(recipe, tmp_path / "run")
+    monkeypatch.setattr(compare, "prefix_nll", lambda *_args, **_kwargs: pytest.fail("measured again"))
+    monkeypatch.setattr(compare.passkey, "score_prompts", lambda *_args: pytest.fail("measured again"))
+    again = run(dataclasses.asdict(resumed_recipe(tmp_path / "run")), tmp_path / "run", resume=True)
+    assert strip(again.cells) == strip(first.cells)
+
+
+def test_a_failing_cell_is_recorded_and_the_rest_goes_on(recipe, tmp_path, monkeypatch):
+    real = compare.passkey.score_prompts
+
+    def out_of_memory(model, prompts):
+        if prompts[0].length == 1024:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 7 GiB\nmore lines")
+        return real(model, prompts)
+
+    monkeypatch.setattr(compare.passkey, "score_prompts", out_of_memory)
+    result = run(recipe, tmp_path / "run")
+    assert result.failed
+    failed = [c for c in result.cells if c.status == "failed"]
+    assert {(c.task, c.length, c.value) for c in failed} == {("passkey", 1024, None)}
+    assert {c.reason for c in failed} == {"CUDA out of memory. Tried to allocate 7 GiB"}
+    assert {c.length for c in result.cells if c.task == "passkey" and c.status == "ok"} == {512}
+    assert "failed" in write_report(result, []).read_text()
+    monkeypatch.setattr(compare.passkey, "score_prompts", real)
+    assert not run(recipe, tmp_path / "run", resume=True).failed, "a failed cell is tried again"
+
+
+def test_default_lengths():
+    assert default_lengths(256, 2048) == (256, 512, 1024, 2048)
+    assert default_lengths(256, 700) == (256, 512, 700)
+    assert default_lengths(256, 256) == (256,)
+
+
+def test_context_defaults_to_four_times_the_original(recipe, tmp_path):
+    del recipe["context"], recipe["lengths"]
+    setting = prepare(make_recipe(recipe | {"perplexity": {"documents": 0}}), tmp_path / "run")
+    assert setting.recipe.context == 2048
+    assert setting.recipe.lengths == (512, 1024, 2048)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"context": 256}, ContextError, "below the original window of 512"),
+        ({"methods": ["abf:theta=100"]}, MethodError, "below the checkpoint's own"),
+        ({"lengths": [50, 1024]}, EvalError, "length 50 is shorter than the template"),
+        ({"lengths": [5000]}, EvalError, r"0 documents of at least 5000 tokens, 1 needed"),
+        ({"data": "/nowhere/at/all"}, EvalError, "does not exist"),
+        ({"model": "/nowhere/at/all"}, ModelError, "does not exist"),
+        ({"perplexity": {"documents": 0}, "passkey": {"trials": 0}}, RecipeError, "nothing to measure"),
+    ],
+)
+def test_bad_input_is_found_before_anything_is_written(recipe, tmp_path, changes, error, words):
+    with pytest.raises(error, match=words):
+        prepare(make_recipe(recipe | changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_run_is_overwritten(recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "cells.jsonl").write_text("precious")
+    with pytest.raises(RecipeError, match="no run is overwritten"):
+        prepare(make_recipe(recipe), tmp_path / "run")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RecipeError, match="cannot be written"):
+        prepare(make_recipe(recipe), tmp_path / "file" / "run")
+    with pytest.raises(RecipeError, match="no run to go on with"):
+        resumed_recipe(tmp_path)

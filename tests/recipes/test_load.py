@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes.load import CONFIGS, DEFAULTS, RecipeError, make_recipe, read_recipe, write_recipe
+from recipes.schema import CompareRecipe
+from rope_ext import MethodError
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.relative_to(CONFIGS).as_posix())
+def test_every_shipped_recipe_loads(path):
+    assert isinstance(make_recipe(read_recipe(path)), CompareRecipe)
+
+
+def test_defaults_exist():
+    assert all(path.is_file() for path in DEFAULTS.values())
+
+
+def test_methods_in_either_spelling():
+    recipe = make_recipe(yaml.safe_load("methods: [linear, 'yarn:truncate=false', {abf: {theta: 160000}}, {ntk: }]"))
+    assert recipe.methods == ("linear", "yarn:truncate=false", "abf:theta=160000", "ntk")
+
+
+def test_the_resolved_recipe_reads_back(tmp_path):
+    recipe = make_recipe(read_recipe(DEFAULTS["tiny"]))
+    write_recipe(recipe, tmp_path / "recipe.yaml")
+    assert make_recipe(read_recipe(tmp_path / "recipe.yaml")) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modle: tiny", "modle: not a key of a recipe; did you mean 'model'?.*known: model, methods"),
+        ("passkey: {trails: 3}", "passkey.trails: not a key of a recipe; did you mean 'trials'?.*depths, trials"),
+        ("context: lots", "context: 'lots' is refused"),
+        ("lengths: [256, 1]", r"lengths.1: 1 is refused"),
+        ("passkey: {depths: [0.5, 1.5]}", "passkey.depths.1: 1.5 is refused"),
+        ("perplexity: {documents: -1}", "perplexity.documents: -1 is refused"),
+        ("methods: []", "methods is empty"),
+        ("methods: [{yarn: {beta_fast: 16}, ntk: {}}]", "is not a method; write yarn"),
+        ("methods: [3]", "3 is not a method"),
+        ("methods: [yarn, 'yarn:beta_fast=32']", "yarn twice"),
+        ("base: somewhere", "base: 'somewhere' is refused"),
+    ],
+)
+def test_bad_recipes_are_told_by_path(text, words):
+    with pytest.raises(RecipeError, match=words):
+        make_recipe(yaml.safe_load(text))
+
+
+def test_unknown_methods_keep_their_own_message():
+    with pytest.raises(MethodError, match="did you mean 'yarn'"):
+        make_recipe({"methods": ["yran"]})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "cannot be read"), ("a: [", "line 1 is not YAML"), ("- a\n", "not a mapping"), ("", "not a mapping")],
+)
+def test_bad_files_are_named(tmp_path, content, words):
+    path = Path(tmp_path) / "r.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(RecipeError, match=words):
+        read_recipe(path)
