@@ -42,9 +42,9 @@ class TokenDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Documents of exactly `num_tokens` ids each, and what was left out to get there.
+    """Documents of exactly `num_tokens` ids each, and how many were tried and found too short on the way.
 
-    `bos` is the id at index 0 of every document, or None when the tokenizer has none. `data_hash` is the first
+    `bos` is the id at index 0 of every document, or None when the tokenizer puts none there. `data_hash` is the first
     16 hex digits of the SHA-256 of every id in order.
     """
 
@@ -93,7 +93,11 @@ def read_documents(path: Path) -> list[Document]:
     Raises:
         EvalError: the path is missing, empty, not UTF-8, or a JSONL line has no "text".
     """
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name too long for a file
+        raise EvalError(f"corpus: {str(path)[:60]}... is no usable name: {error.strerror}") from error
+    if not exists:
         raise EvalError(f"corpus: {path} does not exist; name a text file, a .jsonl file or a folder of them")
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
@@ -138,23 +142,22 @@ def tokenise(
     *,
     name: str,
     num_tokens: int,
-    max_documents: int,
-    min_documents: int = 1,
+    num_documents: int,
 ) -> Corpus:
-    """Return the first `max_documents` documents that reach `num_tokens` ids, each cut to exactly that many.
+    """Return the first `num_documents` documents that reach `num_tokens` ids, each cut to exactly that many.
 
-    Documents are taken in the order of a hash of their names, so that a small sample is not the head of an
-    alphabet; shorter ones are left out and counted. One BOS stands at index 0 if the tokenizer has one.
+    Documents are tried in the order of a hash of their names, so that a small sample is not the head of an
+    alphabet; shorter ones are left out and counted. BOS stands at index 0 if the tokenizer puts one there.
 
     Raises:
-        EvalError: fewer than `min_documents` are long enough.
+        EvalError: fewer than `num_documents` are long enough.
     """
     ordered = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
     bos = bos_id(tokenizer)
     kept: list[TokenDocument] = []
     num_too_short = longest = 0
     for document in ordered:
-        if len(kept) == max_documents:
+        if len(kept) == num_documents:
             break
         ids = encode(tokenizer, document.text)
         if bos is not None:
@@ -164,10 +167,10 @@ def tokenise(
             num_too_short += 1
         else:
             kept.append(TokenDocument(name=document.name, ids=tuple(ids[:num_tokens])))
-    if len(kept) < min_documents:
+    if len(kept) < num_documents:
         raise EvalError(
-            f"corpus: {name} has {len(kept)} documents of at least {num_tokens} tokens, {min_documents} needed "
-            f"(longest of {len(documents)}: {longest}); ask for shorter lengths or give longer documents"
+            f"corpus: {name} has {len(kept)} documents of at least {num_tokens} tokens, {num_documents} asked "
+            f"(longest of {len(documents)}: {longest}); ask for fewer documents, shorter lengths, or give longer texts"
         )
     return Corpus(
         name=name,
@@ -180,13 +183,17 @@ def tokenise(
 
 
 def bos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id that opens every document and prompt, or None if the tokenizer has none."""
-    return cast("int | None", tokenizer.bos_token_id)
+    """Return the BOS that opens every document and prompt: the tokenizer's own, if it puts one there itself, or None.
+
+    A tokenizer that names a BOS but does not add it (SmolLM2's) belongs to a model that was not trained with one.
+    """
+    bos = cast("int | None", tokenizer.bos_token_id)
+    return bos if bos is not None and tokenizer("x")["input_ids"][:1] == [bos] else None
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of `text` alone: no BOS, no EOS, no warning about the model's window."""
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    """Return the ids of `text` alone: no BOS, no EOS, and no special token even where the text spells one."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def hash_ids(rows: Iterable[Sequence[int]]) -> str:

@@ -12,13 +12,16 @@ from typing import Any
 
 from evals.errors import EvalError
 
+SampleKey = tuple[str, str, int, str, str]
+"""Fingerprint, task, length, unit, data hash."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One scored unit: a document at a length ("perplexity"), or a passkey trial ("passkey").
 
     Attributes:
-        unit: what was scored, unique within (method, task, length): a document's name, or "depth/trial".
+        unit: what was scored, unique within (fingerprint, task, length): a document's name, or "depth/trial".
         value: nats per token for perplexity, 1 or 0 for passkey.
         weight: the tokens scored in it.
         data_hash: of the ids shown to the model, equal for every method.
@@ -43,9 +46,9 @@ class Sample:
     data_hash: str
     detail: dict[str, object] = field(default_factory=dict[str, object])
 
-    def key(self) -> tuple[str, str, int, str]:
-        """What makes a sample unique in a run; a second one with the same key is a repetition."""
-        return (self.fingerprint, self.task, self.length, self.unit)
+    def key(self) -> SampleKey:
+        """Return what makes a sample unique: how it was measured, and on which tokens. A second one is a repetition."""
+        return (self.fingerprint, self.task, self.length, self.unit, self.data_hash)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +129,7 @@ def read_samples(path: Path) -> list[Sample]:
     """
     if not path.exists():
         return []
-    samples: dict[tuple[str, str, int, str], Sample] = {}
+    samples: dict[SampleKey, Sample] = {}
     for number, row in _objects(path):
         try:
             sample = Sample(**row)

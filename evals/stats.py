@@ -8,6 +8,8 @@ import numpy as np
 
 from evals.errors import EvalError
 
+EFFECTIVE_THRESHOLD = 0.85
+MAX_NLL = 700.0  # nats; exp overflows at 709.8
 Z95 = 1.959963984540054  # the 97.5 % point of the normal distribution
 
 
@@ -39,12 +41,15 @@ def perplexity(nll: Sequence[float], tokens: Sequence[int], *, seed: int = 0, nu
     values, weights = np.asarray(nll, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
     if not np.isfinite(values).all() or (weights <= 0).any():
         raise EvalError("perplexity: a loss that is not finite, or a document without a scored token")
-    value = math.exp(float((values * weights).sum() / weights.sum()))
+    mean = float((values * weights).sum() / weights.sum())
+    if mean > MAX_NLL:
+        raise EvalError(f"perplexity: {mean:.0f} nats per token has no perplexity that a float can hold")
+    value = math.exp(mean)
     if len(values) == 1:
         return Estimate(value, None, None, 1)
     picks = np.random.default_rng(seed).integers(len(values), size=(num_resamples, len(values)))
     means = (values * weights)[picks].sum(axis=1) / weights[picks].sum(axis=1)
-    low, high = np.exp(np.quantile(means, [0.025, 0.975]))
+    low, high = np.exp(np.minimum(np.quantile(means, [0.025, 0.975]), MAX_NLL))
     return Estimate(value, float(low), float(high), len(values))
 
 
@@ -66,7 +71,7 @@ def wilson(successes: int, trials: int) -> Estimate:
     return Estimate(p, low, high, trials)
 
 
-def effective_length(accuracy: Mapping[int, float], *, threshold: float = 0.85) -> int | None:
+def effective_length(accuracy: Mapping[int, float], *, threshold: float = EFFECTIVE_THRESHOLD) -> int | None:
     """Return the largest tested length such that it and every shorter one reach the threshold; None if none does.
 
     Contiguous, so that one lucky long cell cannot claim a window; 0.85 is NoLiMa's threshold, close to RULER's 0.856.

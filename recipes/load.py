@@ -56,9 +56,10 @@ def make_recipe(values: Mapping[str, object], where: str = "recipe") -> CompareR
         recipe = TypeAdapter(CompareRecipe).validate_python(values)
     except ValidationError as error:
         raise RecipeError(f"{where}: {_explain(error)}") from None
-    repeated = sorted({m for m in recipe.methods if recipe.methods.count(m) > 1})
-    if repeated:
-        raise RecipeError(f"{where}: methods names {', '.join(repeated)} twice; each once")
+    for key, entries in (("methods", recipe.methods), ("passkey.depths", recipe.passkey.depths)):
+        repeated = sorted({str(v) for v in entries if entries.count(v) > 1})
+        if repeated:
+            raise RecipeError(f"{where}: {key} names {', '.join(repeated)} twice; each once")
     return recipe
 
 
@@ -79,8 +80,9 @@ def _spelled(entry: object, where: str) -> str:
         return spell(parse_method(entry))
     if isinstance(entry, dict) and len(entry) == 1:
         [(name, values)] = entry.items()
-        if isinstance(name, str) and (values is None or isinstance(values, dict)):
-            return spell(method(name, **(values or {})))
+        values = {} if values is None else values
+        if isinstance(name, str) and isinstance(values, dict) and all(isinstance(key, str) for key in values):
+            return spell(method(name, **values))
     raise RecipeError(
         f"{where}: methods: {entry!r} is not a method; write yarn, yarn:beta_fast=16 or {{yarn: {{beta_fast: 16}}}}"
     )

@@ -4,38 +4,47 @@ import json
 import re
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from evals import plots
 from evals.rows import Cell
-from recipes.compare import RECIPE, RUN, Comparison
+from recipes.compare import RUN, Comparison
+from recipes.setting import RECIPE
 
 REPORT = "report.md"
 
 
 def table(comparison: Comparison) -> Table:
-    """Return one row a method: perplexity and passkey at each length, and the passkey's effective length."""
-    lengths, tasks = comparison.recipe.lengths, _tasks(comparison)
-    original, context = comparison.original_context, comparison.recipe.context
+    """Return one row a method: perplexity and passkey at each length, and the passkey's effective length.
+
+    Four lengths of both fit in 80 columns; a long spelling of a method is folded, numbers never are.
+    """
+    recipe = comparison.recipe
     view = Table(
-        title=f"{comparison.recipe.model}: window {original}, stretched to {context}",
-        caption=_caption(comparison),
+        title=Text(f"{recipe.model}: window {comparison.original_context}, stretched to {recipe.context}"),
+        caption=Text(_caption(comparison)),
         caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
-    view.add_column("method", no_wrap=True)
+    view.add_column("method", overflow="fold", min_width=8)
+    tasks, effective = _tasks(comparison), comparison.effective_lengths()
     for _, short in tasks:
-        for length in lengths:
+        for length in recipe.lengths:
             view.add_column(f"{short}\n{length}", justify="right", no_wrap=True)
-    effective = comparison.effective_lengths()
-    if effective:
-        view.add_column("effective\nlength", justify="right", no_wrap=True)
+    passkeys = comparison.pooled("passkey")
+    if passkeys:
+        view.add_column("eff.\nlength", justify="right", no_wrap=True)
     for fingerprint, label in comparison.labels.items():
-        row = [label]
+        row = [Text(label)]
         for task, _ in tasks:
             pooled = comparison.pooled(task)
-            row += [_short(pooled.get((fingerprint, length))) for length in lengths]
-        if effective:
-            row.append(_effective(comparison, fingerprint, effective))
+            row += [Text(_short(pooled.get((fingerprint, length)))) for length in recipe.lengths]
+        if passkeys:
+            row.append(Text(_effective(comparison, fingerprint, effective)))
         view.add_row(*row)
     return view
 
@@ -46,8 +55,10 @@ def _tasks(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _effective(comparison: Comparison, fingerprint: str, effective: dict[str, int | None]) -> str:
-    reached = effective.get(fingerprint)
-    return f"< {min(comparison.recipe.lengths)}" if reached is None else str(reached)
+    if fingerprint not in effective:
+        return "failed"
+    reached = effective[fingerprint]
+    return f"<{min(comparison.recipe.lengths)}" if reached is None else str(reached)
 
 
 def _short(cell: Cell | None) -> str:
@@ -57,7 +68,9 @@ def _short(cell: Cell | None) -> str:
         return "failed"
     if cell.task == "passkey":
         return f"{cell.value:.2f}"
-    return f"{cell.value:.2f}" if cell.value < 100 else f"{cell.value:.3g}" if cell.value < 1e4 else f"{cell.value:.1e}"
+    if cell.value < 999.5:
+        return f"{cell.value:.3g}"
+    return f"{cell.value:.0f}" if cell.value < 99_999.5 else f"{cell.value:.0e}"
 
 
 def _caption(comparison: Comparison) -> str:
@@ -67,10 +80,8 @@ def _caption(comparison: Comparison) -> str:
         if task == "perplexity":
             parts.append(f"{short}: perplexity of the first L tokens, {n} documents.")
         else:
-            parts.append(
-                f"{short}: passkey found, {n} trials; effective length: 0.85 or better there and at every shorter one."
-            )
-    return " ".join(parts) + f" Intervals: {comparison.out / REPORT}"
+            parts.append(f"{short}: passkeys found, {n} trials; effective length: 0.85 or better there and below.")
+    return "\n".join([*parts, f"Intervals: {comparison.out / REPORT}"])
 
 
 def write_pictures(comparison: Comparison) -> list[Path]:
@@ -109,12 +120,13 @@ def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
     lines = [
         f"# {recipe.model}: {len(comparison.labels)} methods, window {comparison.original_context} to {recipe.context}",
         "",
-        f"Command: `rope-ext compare --recipe {RECIPE}` at commit {run['commit'] or 'unknown'}, {run['finished']}.",
-        f"Machine: {run['machine']}; "
-        + ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-        + f"; {comparison.seconds:.0f} s.",
+        f"Command: `rope-ext compare --recipe {RECIPE}`; {comparison.seconds:.0f} s of computing.",
         "",
     ]
+    for leg in run["legs"]:
+        named = ", ".join(f"{name} {version}" for name, version in leg["versions"].items())
+        lines.append(f"- {leg['started']}: commit {leg['commit'] or 'unknown'}, {leg['machine']}; {named}")
+    lines.append("")
     for task, title in (
         ("perplexity", "Perplexity of the first L tokens"),
         ("passkey", "Passkey accuracy, all depths"),
@@ -133,11 +145,8 @@ def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
         lines += ["## Failed", ""] + [f"- {c.method} {c.task} at {c.length}: {c.reason}" for c in failed] + [""]
     if run["corpus"]:
         corpus = run["corpus"]
-        lines += [
-            f"Documents ({corpus['name']}, data hash {corpus['data_hash']}; {corpus['num_too_short']} were too short):",
-            ", ".join(corpus["documents"]),
-            "",
-        ]
+        described = f"{corpus['name']}, data hash {corpus['data_hash']}; {corpus['num_too_short']} tried were too short"
+        lines += [f"Documents ({described}):", ", ".join(corpus["documents"]), ""]
     lines += [f"![{path.stem}]({path.name})" for path in pictures]
     path = comparison.out / REPORT
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

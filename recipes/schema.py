@@ -11,7 +11,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerplexityTask:
-    """Mean NLL of the first L tokens; `documents` of the corpus at most, 0 measures none."""
+    """Mean NLL of the first L tokens; `documents` of the corpus, 0 measures none."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -53,4 +53,4 @@ class CompareRecipe:
     data: str = "python"
     perplexity: PerplexityTask = field(default_factory=PerplexityTask)
     passkey: PasskeyTask = field(default_factory=PasskeyTask)
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0

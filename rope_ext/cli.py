@@ -315,7 +315,7 @@ def compare(
         if resume:
             if out is None or asked or recipe is not None:
                 raise RecipeError("resume: give --out DIR and nothing else; the run's own recipe.yaml says the rest")
-            from recipes.compare import resumed_recipe
+            from recipes.setting import resumed_recipe
 
             _run(resumed_recipe(out), out, resume=True, as_json=as_json)
             return
@@ -360,8 +360,9 @@ def _run(recipe: "CompareRecipe", out: Path | None, *, resume: bool, as_json: bo
         TimeRemainingColumn,
     )
 
-    from recipes.compare import prepare, run_compare, total_cost
+    from recipes.compare import run_compare
     from recipes.present import table, write_pictures, write_report
+    from recipes.setting import prepare, total_cost
 
     setting = prepare(recipe, out, resume=resume)
     columns = (

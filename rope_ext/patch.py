@@ -1,7 +1,9 @@
 """Put a method into a live model, prove that it is in use, and take it out again."""
 
+import copy
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self, cast
@@ -13,14 +15,33 @@ from transformers import PreTrainedModel
 
 from rope_ext.errors import MethodError, ModelError, PatchError
 from rope_ext.geometry import RopeGeometry
-from rope_ext.hf import RotarySite, ScaledBase, find_rotary_site, read_geometry, resolve_context
-from rope_ext.plan import STATIC, FrequencyKey, Method, PositionPlan, hyperparameters
+from rope_ext.hf import (
+    RotarySite,
+    ScaledBase,
+    find_rotary_site,
+    frequencies_agree,
+    read_geometry,
+    resolve_context,
+    stock_frequencies,
+)
+from rope_ext.plan import (
+    STATIC,
+    FrequencyKey,
+    Method,
+    PositionPlan,
+    RopeParameters,
+    general_rope_parameters,
+    hyperparameters,
+)
 from rope_ext.tables import ExtendedRotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Everything about a patched model that can change a result; every row carries its `digest`."""
+    """What is in effect on a patched model; every row carries its `digest`.
+
+    `weights` is a sample: 64 values spread over every parameter, enough to tell checkpoints apart.
+    """
 
     method: str
     hyperparameters: dict[str, object]
@@ -69,6 +90,7 @@ class Patch:
         self._before = getattr(site.parent, site.attribute)
         self._config_before = (model.config.rope_parameters, model.config.max_position_embeddings)
         self._active = False
+        table.patch = self
 
     @property
     def factor(self) -> float:
@@ -96,15 +118,14 @@ class Patch:
             attention=str(config._attn_implementation),  # noqa: SLF001  (transformers has no public name for it)
             model=str(config.name_or_path),
             revision=cast("str | None", getattr(config, "_commit_hash", None)),
-            weights=_hash(*(p.detach().flatten()[:64] for p in self.model.parameters())),
+            weights=_hash(*(p.detach().flatten()[:: max(1, p.numel() // 64)] for p in self.model.parameters())),
         )
 
-    def _apply(self) -> None:
-        config = self.model.config
-        setattr(self._site.parent, self._site.attribute, self._table)
-        config.rope_parameters = self.method.rope_parameters(self.geometry, context=self.context)
-        config.max_position_embeddings = self.context
+    def _apply(self, parameters: RopeParameters) -> None:
         self._active = True
+        setattr(self._site.parent, self._site.attribute, self._table)
+        self.model.config.rope_parameters = parameters
+        self.model.config.max_position_embeddings = self.context
 
     def undo(self) -> None:
         """Put the model's own rotary module and configuration back; a second call does nothing.
@@ -161,7 +182,7 @@ class Patch:
     def _two_tokens(self, scaled_by: float = 1.0) -> Tensor:
         """Return the logits of tokens 0 and 1 at the first and last position, cos and sin times `scaled_by`."""
         device = self._table.inv_freq.device
-        training = self.model.training
+        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         handle = self._table.register_forward_hook(lambda _module, _args, output: tuple(f * scaled_by for f in output))
         try:
@@ -174,7 +195,8 @@ class Patch:
             ).logits
         finally:
             handle.remove()
-            self.model.train(training)
+            for module, training in modes.items():
+                module.training = training
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +204,10 @@ class Patch:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.undo()
+        # Leaving the block restores the model whatever was laid on top meanwhile; an error in flight is not replaced.
+        while self._active:
+            top = getattr(self._site.parent, self._site.attribute)
+            (top.patch if isinstance(top, ExtendedRotaryEmbedding) and top.patch else self).undo()
 
 
 def extend(
@@ -213,28 +238,62 @@ def extend(
         MethodError: the method cannot be laid over this checkpoint, or depends on the current length.
         PatchError: the patch did not take effect; the model is left as it was.
     """
+    if not isinstance(method, Method):
+        raise MethodError(f"method: {method!r} is not a method; pass an instance, as Yarn() or method('yarn')")
     _refuse_unpatchable(model)
     site = find_rotary_site(model)
     current = getattr(site.parent, site.attribute)
     nested = isinstance(current, ExtendedRotaryEmbedding)
+    if nested and base is not None:
+        raise ModelError(f"base: the model is already extended and keeps its geometry; leave base={base!r} out")
     geometry = current.geometry if nested else read_geometry(model.config, base=base)
     target = resolve_context(geometry, context=context, factor=factor)
-    if base == "checkpoint" and not method.composes:
-        raise MethodError(
-            f'{method.name}: not defined over frequencies that are already scaled; use base="original", or linear'
-        )
     if any(method.frequency_key(geometry, context=target, seq_len=n) != STATIC for n in (1, target, target + 1)):
         raise MethodError(f"{method.name}: its frequencies change with the current length, which no patch supports yet")
     table = ExtendedRotaryEmbedding(method, geometry, target)
+    _check_plan(method, geometry, table.plan)
+    parameters = _parameters_in_step(model, table)
     table.to(current.inv_freq.device)
     patch = Patch(model, method, site, table)
-    patch._apply()  # noqa: SLF001  (the one place that puts a patch on)
     try:
+        patch._apply(parameters)  # noqa: SLF001  (the one place that puts a patch on)
         patch.verify()
     except BaseException:
         patch.undo()
         raise
     return patch
+
+
+def _check_plan(method: Method, geometry: RopeGeometry, plan: PositionPlan) -> None:
+    """Refuse a plan that no rotary module can carry, or of which a part would have no effect."""
+    inv_freq, scale = plan.inv_freq, plan.attention_scale
+    if inv_freq.shape != (geometry.num_pairs,) or inv_freq.dtype != torch.float32:
+        raise MethodError(
+            f"{method.name}: its plan has inv_freq {tuple(inv_freq.shape)} in {inv_freq.dtype}; "
+            f"it must be ({geometry.num_pairs},) in torch.float32"
+        )
+    if not bool((torch.isfinite(inv_freq) & (inv_freq >= 0)).all()) or not (math.isfinite(scale) and scale > 0):
+        raise MethodError(f"{method.name}: its plan holds a frequency or a scale that is negative or not finite")
+    if plan.alibi_slopes is not None:
+        raise MethodError(f"{method.name}: its plan holds ALiBi slopes, which no patch supports yet")
+
+
+def _parameters_in_step(model: "PreTrainedModel", table: ExtendedRotaryEmbedding) -> RopeParameters:
+    """Return stock parameters that say what the module does: the method's own, or the general form if those do not.
+
+    The method's own may not fit, for instance over a base that is itself scaled. A configuration that says something
+    else than the module would make `save_pretrained` write another model than the one that was measured.
+    """
+    geometry, plan, context = table.geometry, table.plan, table.context
+    own = table.method.rope_parameters(geometry, context=context)
+    for parameters in (own, general_rope_parameters(geometry, plan, context=context)):
+        config = copy.deepcopy(model.config)
+        config.rope_parameters = dict(parameters)
+        config.max_position_embeddings = context
+        inv_freq, scale = stock_frequencies(config)
+        if frequencies_agree(inv_freq, plan.inv_freq) and math.isclose(scale, plan.attention_scale, rel_tol=1e-6):
+            return parameters
+    raise MethodError(f"{table.method.name}: no configuration of stock transformers gives its frequencies")
 
 
 def active_patch_table(model: PreTrainedModel) -> ExtendedRotaryEmbedding | None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from rope_ext.geometry import RopeGeometry
+from rope_ext.errors import ContextError, MethodError
+from rope_ext.geometry import RopeGeometry, base_inv_freq
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -18,7 +19,7 @@ FrequencyKey = str | int
 STATIC: FrequencyKey = "static"
 """The key of every method whose frequencies do not depend on the current length."""
 
-RopeParameters = dict[str, str | int | float | bool]
+RopeParameters = dict[str, str | int | float | bool | list[float]]
 """The dictionary `config.rope_parameters` of transformers 5."""
 
 
@@ -72,11 +73,53 @@ class Method(Protocol):
 class StaticMethod:
     """Base of every method whose frequencies depend on the window alone, not on the current length."""
 
+    name: ClassVar[str]
     composes: ClassVar[bool] = False
+
+    def factor(self, rope: RopeGeometry, context: int) -> float:
+        """Return context / original_context, the stretch, if this method may be asked for it.
+
+        Raises:
+            ContextError: the context is below the original window.
+            MethodError: the geometry is already scaled and the method is not defined over that.
+        """
+        if context < rope.original_context:
+            raise ContextError(
+                f"context: {context} is below the original window of {rope.original_context} tokens; give at least that"
+            )
+        if rope.is_scaled and not self.composes:
+            raise MethodError(
+                f'{self.name}: not defined over frequencies that are already scaled; use base="original", or linear'
+            )
+        return context / rope.original_context
 
     def frequency_key(self, rope: RopeGeometry, *, context: int, seq_len: int) -> FrequencyKey:
         """Return the one key: every length shares one plan, so one forward serves them all."""
         return STATIC
+
+    def rope_parameters(self: Method, rope: RopeGeometry, *, context: int) -> RopeParameters:
+        """Return the general stock form; a method with a type of its own in transformers overrides this."""
+        return general_rope_parameters(rope, self.plan(rope, context=context, seq_len=context), context=context)
+
+
+def general_rope_parameters(rope: RopeGeometry, plan: PositionPlan, *, context: int) -> RopeParameters:
+    """Return any static plan as transformers' "longrope" type, whose short and long factors are the same list.
+
+    Exact in transformers. Other engines may set the attention scale of this type by a rule of their own (vLLM does).
+    """
+    if not bool((plan.inv_freq > 0).all()):
+        raise MethodError("plan: pairs that do not turn have no stock form in transformers")
+    # Divided in float64: stock code multiplies these with the periods in fp32
+    factors = (base_inv_freq(rope.head_dim, rope.theta).double() / plan.inv_freq.double()).tolist()
+    return {
+        "rope_type": "longrope",
+        "rope_theta": rope.theta,
+        "factor": context / rope.original_context,
+        "original_max_position_embeddings": rope.original_context,
+        "short_factor": factors,
+        "long_factor": factors,
+        "attention_factor": float(plan.attention_scale),
+    }
 
 
 def hyperparameters(method: Method) -> Mapping[str, object]:

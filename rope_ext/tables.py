@@ -1,6 +1,7 @@
 """The rotary module that a patch puts into a model: positions in, cos and sin out, every angle in fp32."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +25,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         self.method = method
         self.geometry = geometry
         self.context = context
+        self.patch: Any = None  # the Patch that put this module in, so that an outer one can find what lies on top
         self.plan: PositionPlan = method.plan(geometry, context=context, seq_len=context)
         self.register_buffer("inv_freq", self.plan.inv_freq.clone(), persistent=False)
 

@@ -235,11 +235,11 @@ def evaluate(
     ids = torch.tensor(
         np.stack([[windows.bos, *d[: WINDOW - 1]] for d in held_out if len(d) >= WINDOW]), device=model.device
     )
-    nll = [
-        F.cross_entropy(model(input_ids=b, use_cache=False).logits[:, :-1].transpose(1, 2), b[:, 1:])
+    losses = [
+        F.cross_entropy(model(input_ids=b, use_cache=False).logits[:, :-1].transpose(1, 2), b[:, 1:], reduction="none")
         for b in ids.split(16)
     ]
-    row = {"text_nll": float(torch.stack(nll).mean())}
+    row = {"text_nll": float(torch.cat(losses).double().mean())}
     for length in (128, WINDOW, 4 * WINDOW):
         prompts = passkey.build_trials(
             windows.tokenizer, length=length, depths=(0.0, 0.5, 1.0), num_trials=num_trials // 3, seed=99
@@ -253,6 +253,42 @@ def save_checkpoint(path: Path, state: dict[str, object]) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
+def write_card(directory: Path) -> None:
+    """Write the model card beside the weights, every number in it from training.json."""
+    record = json.loads((directory / "training.json").read_text())
+    final = record["final"]
+    stages = "\n".join(
+        f"- {share:.0%} of the steps on {window} tokens: {', '.join(f'{task} {part:.0%}' for task, part in mix.items())}"
+        for share, window, mix in STAGES
+    )
+    (directory / "README.md").write_text(f"""# tiny: a LLaMA with a window of {WINDOW} tokens
+
+A subject for measuring context extension on a CPU, bundled with rope-ext; of no other use. {record["parameters"]:,}
+parameters: hidden 128, 4 layers, 4 heads, 2 key-value heads, head_dim 32, theta 10000, tied embeddings; byte-level
+BPE of {VOCAB_SIZE:,} tokens, one token a digit.
+
+Data: the Python {record["python"]} standard library's sources ({record["train_tokens"]:,} tokens) and recall tasks
+made on the fly. One source file in ten, chosen by a hash of its relative path (`evals.corpora.is_held_out`), was held
+out ({record["held_out_tokens"]:,} tokens); rope-ext's default evaluation corpus is those files only.
+
+Training, {record["tokens"]:,} tokens in {record["num_steps"]:,} steps, seed {record["seed"]}:
+
+    {record["command"]}
+
+{final["seconds"] / 60:.0f} minutes on {record["machine"]}, torch {record["torch"]}, while other work ran beside it.
+AdamW, peak rate 3e-3, 150 steps of warm-up, linear decay over the last third. Tasks by share of windows:
+
+{stages}
+
+At the end: loss of the last step {final["loss"]:.3f} (all tasks, weighted); held-out text {final["text_nll"]:.3f} nats
+per token over the first {WINDOW} tokens of each file; passkey {final["passkey_128"]:.2f} at 128 tokens,
+{final["passkey_256"]:.2f} at 256 and {final["passkey_1024"]:.2f} at 1,024 (24 trials each, unscaled).
+
+Weights: SHA-256 `{record["weights_sha256"]}`.
+Apache-2.0; the text trained on is CPython's, under the PSF licence.
+""")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "rope_ext" / "assets" / "tiny")
@@ -261,8 +297,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--card", action="store_true", help="only write the model card of the model in --out again")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    if args.card:
+        write_card(args.out)
+        return
     args.work.mkdir(parents=True, exist_ok=True)
     random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -279,6 +319,7 @@ def main() -> None:
     sizes["parameters"] = sum(p.numel() for p in model.parameters())
     print(json.dumps(sizes), flush=True)
 
+    asked = {"tokens": args.tokens, "lr": args.lr, "seed": args.seed}
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.02)
     checkpoint = args.work / "checkpoint.pt"
     first_step, seconds_before = 0, 0.0
@@ -287,6 +328,8 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first_step, seconds_before = state["step"], state["seconds"]
+        if state["asked"] != asked:
+            raise SystemExit(f"--resume: {checkpoint} was made with {state['asked']}, not {asked}; give those")
 
     def loss_of(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -295,7 +338,7 @@ def main() -> None:
         return (nll * weight).sum() / weight.sum()
 
     compiled = torch.compile(loss_of)
-    started, row = time.time(), {}
+    started = time.time()
     for step in range(first_step, num_steps):
         ids, weights = windows.batch(step, *stage_at(step, num_steps))
         for group in optimizer.param_groups:
@@ -319,27 +362,31 @@ def main() -> None:
                     "optimizer": optimizer.state_dict(),
                     "step": step + 1,
                     "seconds": seconds,
+                    "loss": loss.item(),
+                    "asked": asked,
                 },
             )
-            row = {"step": step + 1, "loss": loss.item(), "seconds": seconds, **evaluate(model, windows, held_out)}
-            print(json.dumps(row), flush=True)
+            print(json.dumps({"step": step + 1, "seconds": seconds, **evaluate(model, windows, held_out)}), flush=True)
 
+    # From the checkpoint, so that a run resumed after its last step ends with the same record.
+    last = torch.load(checkpoint, map_location=args.device, weights_only=True)
     args.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     digest = hashlib.sha256((args.out / "model.safetensors").read_bytes()).hexdigest()
     record = {
-        "command": " ".join(["python", "scripts/pretrain_tiny.py", *sys.argv[1:]]),
+        "command": "python scripts/pretrain_tiny.py " + " ".join(f"--{key} {value:g}" for key, value in asked.items()),
         "seed": args.seed,
         "tokens": num_steps * TOKENS_PER_STEP,
         **sizes,
-        "final": row,
+        "final": {"seconds": last["seconds"], "loss": last["loss"], **evaluate(model, windows, held_out)},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {args.device}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "weights_sha256": digest,
     }
     (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_card(args.out)
     print(json.dumps(record), flush=True)
 
 

@@ -55,15 +55,17 @@ def results_table(name: str) -> str:
         for fingerprint, label in labels.items():
             row = [_shown(at.get((fingerprint, length))) for length in lengths]
             if task == "passkey":
-                reached = effective_length({length: at[fingerprint, length].value or 0.0 for length in lengths})
+                values = {n: at[fingerprint, n].value for n in lengths}
+                assert None not in values.values(), "a run with failed cells is not published"
+                reached = effective_length({n: value for n, value in values.items() if value is not None})
                 row.append(str(reached or f"below {lengths[0]}"))
             parts.append(f"| {label} | " + " | ".join(row) + " |")
         parts.append("")
-    minutes = run["seconds"] / 60
+    leg, minutes = run["legs"][-1], sum(each["seconds"] for each in run["legs"]) / 60
     parts.append(
-        f"95 % intervals in brackets (documents resampled; Wilson for passkey). Commit `{run['commit']}`, "
-        f"{run['machine']}, "
-        f"torch {run['versions']['torch']}, transformers {run['versions']['transformers']}, {minutes:.0f} minutes."
+        f"95 % intervals in brackets (documents resampled; Wilson for passkey). Commit `{leg['commit']}`, "
+        f"{leg['machine']}, "
+        f"torch {leg['versions']['torch']}, transformers {leg['versions']['transformers']}, {minutes:.0f} minutes."
     )
     return "\n".join(parts)
 
@@ -98,8 +100,8 @@ def main() -> None:
     check = parser.parse_args().check
     text = README.read_text(encoding="utf-8")
     new = filled(text)
-    if check and new != text:
-        raise SystemExit("README.md is not current; run scripts/regen_readme.py")
+    if check:
+        raise SystemExit("README.md is not current; run scripts/regen_readme.py" if new != text else 0)
     README.write_text(new, encoding="utf-8")
 
 

@@ -37,6 +37,7 @@ class Abf(StaticMethod):
             raise MethodError(f'abf: theta {self.theta} is not a rotary base; give "auto" or a finite number above 1')
 
     def _theta(self, rope: RopeGeometry, context: int) -> float:
+        self.factor(rope, context)
         if self.theta == "auto":
             turns_once = 2 * math.pi
             if rope.original_context <= turns_once:

@@ -22,11 +22,11 @@ class Linear(StaticMethod):
 
     def plan(self, rope: RopeGeometry, *, context: int, seq_len: int) -> PositionPlan:
         """Return inv_freq / factor, fp32, shape (head_dim/2,)."""
-        return PositionPlan(inv_freq=rope.inv_freq / (context / rope.original_context))
+        return PositionPlan(inv_freq=rope.inv_freq / self.factor(rope, context))
 
     def rope_parameters(self, rope: RopeGeometry, *, context: int) -> RopeParameters:
         """Return transformers' "linear" type.
 
         vLLM takes the stored window times the factor for its own limit: cap it there with --max-model-len.
         """
-        return {"rope_type": "linear", "rope_theta": rope.theta, "factor": context / rope.original_context}
+        return {"rope_type": "linear", "rope_theta": rope.theta, "factor": self.factor(rope, context)}

@@ -40,7 +40,7 @@ class Llama3(StaticMethod):
 
     def plan(self, rope: RopeGeometry, *, context: int, seq_len: int) -> PositionPlan:
         """Return the rescaled frequencies, fp32, shape (head_dim/2,)."""
-        factor = context / rope.original_context
+        factor = self.factor(rope, context)
         kept = (rope.rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         interpolation = 1.0 - kept.clamp(0.0, 1.0)
         shrink = 1.0 - interpolation * (1.0 - 1.0 / factor)
@@ -51,7 +51,7 @@ class Llama3(StaticMethod):
         return {
             "rope_type": "llama3",
             "rope_theta": rope.theta,
-            "factor": context / rope.original_context,
+            "factor": self.factor(rope, context),
             "original_max_position_embeddings": rope.original_context,
             "low_freq_factor": self.low_freq_factor,
             "high_freq_factor": self.high_freq_factor,

@@ -23,7 +23,7 @@ class Ntk(StaticMethod):
     def _theta(self, rope: RopeGeometry, context: int) -> float:
         if rope.head_dim == 2:
             raise MethodError("ntk: head_dim 2 has one pair, first and last at once; use linear")
-        return rope.theta * (context / rope.original_context) ** (rope.head_dim / (rope.head_dim - 2))
+        return rope.theta * self.factor(rope, context) ** (rope.head_dim / (rope.head_dim - 2))
 
     def plan(self, rope: RopeGeometry, *, context: int, seq_len: int) -> PositionPlan:
         """Return the frequencies of the raised base, fp32, shape (head_dim/2,).

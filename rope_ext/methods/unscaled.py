@@ -22,6 +22,7 @@ class Unscaled(StaticMethod):
 
     def plan(self, rope: RopeGeometry, *, context: int, seq_len: int) -> PositionPlan:
         """Return the geometry's own frequencies, the same object, at any context."""
+        self.factor(rope, context)
         return PositionPlan(inv_freq=rope.inv_freq)
 
     def rope_parameters(self, rope: RopeGeometry, *, context: int) -> RopeParameters:

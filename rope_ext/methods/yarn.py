@@ -77,7 +77,7 @@ class Yarn(StaticMethod):
 
     def plan(self, rope: RopeGeometry, *, context: int, seq_len: int) -> PositionPlan:
         """Return the blended frequencies, fp32, shape (head_dim/2,), and the attention scale."""
-        factor = context / rope.original_context
+        factor = self.factor(rope, context)
         # f * (1 - w + w/s), arranged so that a factor of 1 multiplies by exactly 1
         shrink = 1.0 - self.interpolation(rope) * (1.0 - 1.0 / factor)
         scale = 0.1 * math.log(factor) + 1.0 if self.attention_scale == "auto" else float(self.attention_scale)
@@ -91,7 +91,7 @@ class Yarn(StaticMethod):
         parameters: RopeParameters = {
             "rope_type": "yarn",
             "rope_theta": rope.theta,
-            "factor": context / rope.original_context,
+            "factor": self.factor(rope, context),
             "original_max_position_embeddings": rope.original_context,
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,

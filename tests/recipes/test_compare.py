@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import pytest
 
@@ -8,9 +9,10 @@ from evals import rows
 from evals.errors import EvalError
 from evals.rows import read_cells, read_samples
 from recipes import compare
-from recipes.compare import default_lengths, prepare, resumed_recipe, run_compare, total_cost
+from recipes.compare import run_compare
 from recipes.load import RecipeError, make_recipe
 from recipes.present import table, write_pictures, write_report
+from recipes.setting import default_lengths, prepare, resumed_recipe, total_cost
 from rope_ext import ContextError, MethodError, ModelError
 
 
@@ -130,6 +132,28 @@ def test_resuming_a_finished_run_measures_nothing(recipe, tmp_path, monkeypatch)
     monkeypatch.setattr(compare.passkey, "score_prompts", lambda *_args: pytest.fail("measured again"))
     again = run(dataclasses.asdict(resumed_recipe(tmp_path / "run")), tmp_path / "run", resume=True)
     assert strip(again.cells) == strip(first.cells)
+
+
+def test_samples_of_other_tokens_or_weights_do_not_count(recipe, data, tmp_path):
+    """The folder is the same, but what is asked for now is something else: nothing old may slip into a cell."""
+    recipe |= {"methods": ["unscaled"], "passkey": {"trials": 0}, "data": str(tmp_path / "data")}
+    shutil.copytree(data, tmp_path / "data")
+    first = run(recipe, tmp_path / "run")
+    for path in (tmp_path / "data").glob("?.txt"):
+        path.write_text("quite another text of some length. " * 60)
+    changed = run(recipe, tmp_path / "run", resume=True)
+    fresh = run(recipe, tmp_path / "fresh")
+    assert strip(changed.cells) == strip(fresh.cells)
+    assert [c.value for c in changed.cells] != [c.value for c in first.cells]
+
+
+def test_a_batch_torn_in_the_middle_is_completed_without_repetitions(recipe, tmp_path):
+    whole = run(recipe, tmp_path / "run")
+    path = tmp_path / "run" / "samples.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-2]))  # the last batch wrote four
+    assert strip(run(recipe, tmp_path / "run", resume=True).cells) == strip(whole.cells)
+    assert sorted(path.read_text().splitlines(keepends=True)) == sorted(lines)
 
 
 def test_a_failing_cell_is_recorded_and_the_rest_goes_on(recipe, tmp_path, monkeypatch):

@@ -1,0 +1,167 @@
+"""A recipe made ready: everything loaded and checked before the first forward, and a folder that is the run's own."""
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import cast
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from evals import corpora, passkey
+from evals.corpora import Corpus
+from evals.passkey import PasskeyPrompt
+from recipes.load import RecipeError, make_recipe, read_recipe, write_recipe
+from recipes.schema import CompareRecipe
+from rope_ext.geometry import RopeGeometry
+from rope_ext.hf import load_model, read_geometry, resolve_context
+from rope_ext.plan import Method
+from rope_ext.registry import parse_method
+
+RECIPE = "recipe.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Everything that is checked before the first forward: the model, the data, the methods and where results go."""
+
+    recipe: CompareRecipe
+    out: Path
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    geometry: RopeGeometry
+    methods: tuple[Method, ...]
+    corpus: Corpus | None
+    prompts: dict[int, list[PasskeyPrompt]]
+
+
+def prepare(recipe: CompareRecipe, out: Path | None, *, resume: bool = False) -> Setting:
+    """Load and check everything, then make the run's folder.
+
+    Raises:
+        RopeExtError, EvalError: any bad input; nothing was written then.
+    """
+    methods = tuple(parse_method(text) for text in recipe.methods)
+    if not recipe.perplexity.documents and not (recipe.passkey.trials and recipe.passkey.depths):
+        raise RecipeError("recipe: nothing to measure; ask for perplexity.documents or passkey.trials above 0")
+    model, tokenizer = load_model(recipe.model)
+    geometry = read_geometry(model.config, base=recipe.base)
+    factor = 4.0 if recipe.context is None else None
+    context = resolve_context(geometry, context=recipe.context, factor=factor)
+    lengths = recipe.lengths or default_lengths(geometry.original_context, context)
+    for method in methods:
+        method.plan(geometry, context=context, seq_len=context)  # refuses here what it would refuse on the model
+    recipe = replace(
+        recipe,
+        context=context,
+        lengths=tuple(sorted(set(lengths))),
+        model=_absolute(recipe.model),
+        data=_absolute(recipe.data),
+    )
+
+    corpus = None
+    if recipe.perplexity.documents:
+        documents = _documents(recipe.data)
+        corpus = corpora.tokenise(
+            documents,
+            tokenizer,
+            name=recipe.data,
+            num_tokens=max(recipe.lengths),
+            num_documents=recipe.perplexity.documents,
+        )
+    prompts: dict[int, list[PasskeyPrompt]] = {}
+    if recipe.passkey.trials:
+        for length in recipe.lengths:
+            prompts[length] = passkey.build_trials(
+                tokenizer,
+                length=length,
+                depths=recipe.passkey.depths,
+                num_trials=recipe.passkey.trials,
+                seed=recipe.seed,
+            )
+    _check_vocabulary(model, corpus, prompts)
+    return Setting(
+        recipe=recipe,
+        out=_open_run(recipe, out, resume=resume),
+        model=model,
+        tokenizer=tokenizer,
+        geometry=geometry,
+        methods=methods,
+        corpus=corpus,
+        prompts=prompts,
+    )
+
+
+def _check_vocabulary(model: PreTrainedModel, corpus: Corpus | None, prompts: dict[int, list[PasskeyPrompt]]) -> None:
+    rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    largest = max((max(d.ids) for d in corpus.documents), default=0) if corpus else 0
+    largest = max([largest, *(max(p.ids) for group in prompts.values() for p in group)])
+    if largest >= rows:
+        raise RecipeError(
+            f"model: its tokenizer gives id {largest}, but it has {rows} embeddings; tokenizer and weights do not fit"
+        )
+
+
+def default_lengths(original: int, context: int) -> tuple[int, ...]:
+    """Return the original window, its doublings below the context, and the context."""
+    lengths = [original]
+    while lengths[-1] * 2 <= context:
+        lengths.append(lengths[-1] * 2)
+    return tuple(sorted({*lengths, context}))
+
+
+def _absolute(name: str) -> str:
+    """Return a path that exists in absolute form, so that the run's own recipe means the same from any folder."""
+    known = {"tiny", "smollm2", "python", "python-all"}
+    return str(Path(name).absolute()) if name not in known and Path(name).exists() else name
+
+
+def _documents(data: str) -> list[corpora.Document]:
+    if data == "python":
+        return corpora.python_sources("held-out")
+    return corpora.python_sources("all") if data == "python-all" else corpora.read_documents(Path(data))
+
+
+def _open_run(recipe: CompareRecipe, out: Path | None, *, resume: bool) -> Path:
+    if out is None:
+        slug = Path(recipe.model).name.lower()
+        stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+        out = Path("runs") / f"{stamp}-compare-{slug}"
+    try:
+        if resume:
+            return out
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise RecipeError(f"out: {out} is not empty and no run is overwritten; name a new folder, or add --resume")
+        write_recipe(recipe, out / RECIPE)
+    except OSError as error:
+        raise RecipeError(f"out: {out} cannot be written: {error.strerror}") from error
+    return out
+
+
+def resumed_recipe(out: Path) -> CompareRecipe:
+    """Return the recipe of a run that is to go on.
+
+    Raises:
+        RecipeError: the folder holds no run.
+    """
+    if not (out / RECIPE).is_file():
+        raise RecipeError(f"resume: {out} holds no {RECIPE}, so there is no run to go on with")
+    return make_recipe(read_recipe(out / RECIPE), where=str(out / RECIPE))
+
+
+def total_cost(setting: Setting) -> float:
+    """Return the work of the whole comparison in floating-point operations, for a progress bar's estimate."""
+    documents = len(setting.corpus.documents) if setting.corpus else 0
+    one = documents * forward_cost(setting.model, max(setting.recipe.lengths))
+    one += sum(len(prompts) * forward_cost(setting.model, length) for length, prompts in setting.prompts.items())
+    return one * len(setting.methods)
+
+
+def forward_cost(model: PreTrainedModel, length: int) -> float:
+    """Return the operations of one forward over `length` tokens: 2 per weight and token, and causal attention."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_attention_heads * head_dim
+    weights = sum(p.numel() for p in model.base_model.parameters())
+    return 2.0 * weights * length + 2.0 * config.num_hidden_layers * width * length * (length + 1)
