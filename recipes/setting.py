@@ -1,5 +1,6 @@
 """A recipe made ready: everything loaded and checked before the first forward, and a folder that is the run's own."""
 
+import os
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -113,7 +114,8 @@ def default_lengths(original: int, context: int) -> tuple[int, ...]:
 def _absolute(name: str) -> str:
     """Return a path that exists in absolute form, so that the run's own recipe means the same from any folder."""
     known = {"tiny", "smollm2", "python", "python-all"}
-    return str(Path(name).absolute()) if name not in known and Path(name).exists() else name
+    # os.path.exists is False where Path.exists raises: for a name too long to be one
+    return str(Path(name).absolute()) if name not in known and os.path.exists(name) else name  # noqa: PTH110
 
 
 def _documents(data: str) -> list[corpora.Document]:

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import logging
-import math
 import sys
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 from rich.console import Console
@@ -19,8 +18,7 @@ import rope_ext
 
 if TYPE_CHECKING:
     from recipes.schema import CompareRecipe
-    from rope_ext.geometry import RopeGeometry
-    from rope_ext.plan import Method
+    from rope_ext.hf import ScaledBase
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -138,105 +136,26 @@ def inspect(
 ) -> None:
     """Show a model's rotary geometry and what a method would do to every pair."""
     with _one_line_errors():
-        from rope_ext.hf import load_config, read_geometry, resolve_context
+        from rope_ext.hf import load_config
+        from rope_ext.inspection import inspect_config
         from rope_ext.registry import parse_method
 
         _quiet_libraries()
-        chosen = parse_method(method)
-        config = load_config(model)
-        geometry = read_geometry(config, base=_base(base))
         if context is None and factor is None:
             factor = 1.0
-        target = resolve_context(geometry, context=context, factor=factor)
-        plan = chosen.plan(geometry, context=target, seq_len=target)
-        kv_heads = int(getattr(config, "num_key_value_heads", None) or geometry.num_heads)
-        cache = {
-            f"{bytes_each * 8}-bit": 2 * config.num_hidden_layers * kv_heads * geometry.head_dim * bytes_each * target
-            for bytes_each in (2, 4)
-        }
-        document: dict[str, object] = {
-            "model": model,
-            "method": method,
-            "head_dim": geometry.head_dim,
-            "theta": geometry.theta,
-            "num_heads": geometry.num_heads,
-            "num_key_value_heads": kv_heads,
-            "original_context": geometry.original_context,
-            "context": target,
-            "factor": target / geometry.original_context,
-            "attention_scale": plan.attention_scale,
-            "kv_cache_bytes": cache["16-bit"],
-            "kv_cache_bytes_fp32": cache["32-bit"],
-            "inv_freq": geometry.inv_freq.tolist(),
-            "new_inv_freq": plan.inv_freq.tolist(),
-            "wavelengths": [w if math.isfinite(w) else None for w in geometry.wavelengths.tolist()],
-            "rotations": geometry.rotations.tolist(),
-        }
+        found = inspect_config(
+            load_config(model), parse_method(method), context=context, factor=factor, base=_base(base)
+        )
         if as_json:
-            _print_json(document)
-        else:
-            _print_inspection(document, geometry, chosen, plan.inv_freq.double().tolist())
+            _print_json({"model": model, "method": method, **found.as_dict()})
+            return
+        console = Console()
+        console.print(f"{model}: {found.summary()}", markup=False, highlight=False, soft_wrap=True)
+        console.print(found.table())
 
 
-def _print_inspection(
-    document: dict[str, object], geometry: "RopeGeometry", method: "Method", new: list[float]
-) -> None:
-    console = Console()
-    console.print(
-        f"[bold]{document['model']}[/]: head_dim {geometry.head_dim}, theta {geometry.theta:g}, "
-        f"{geometry.num_heads} heads ({document['num_key_value_heads']} for keys and values), "
-        f"window {geometry.original_context} tokens"
-    )
-    console.print(
-        f"{method!r} to {document['context']} tokens (factor {document['factor']:g}); attention scale "
-        f"{document['attention_scale']:.5g}; KV cache {_bytes(document['kv_cache_bytes'])} in 16 bits, "
-        f"{_bytes(document['kv_cache_bytes_fp32'])} in fp32, per sequence"
-    )
-    view = Table(title="pair by pair, fastest first")
-    for column in ("pair", "wavelength", "turns in window", "new wavelength", "frequency x", "what happens"):
-        view.add_column(column, justify="left" if column == "what happens" else "right")
-    factor = float(str(document["factor"]))
-    for pair, (old, wavelength, turns) in enumerate(
-        zip(
-            geometry.inv_freq.double().tolist(), geometry.wavelengths.tolist(), geometry.rotations.tolist(), strict=True
-        )
-    ):
-        ratio = new[pair] / old if old else 1.0
-        new_wavelength = 2 * math.pi / new[pair] if new[pair] else math.inf
-        view.add_row(
-            str(pair),
-            f"{wavelength:.4g}",
-            f"{turns:.3g}",
-            f"{new_wavelength:.4g}",
-            f"{ratio:.4f}",
-            _verdict(ratio, factor),
-        )
-    console.print(view)
-
-
-def _verdict(ratio: float, factor: float) -> str:
-    if abs(ratio - 1) < 1e-6:
-        return "untouched"
-    if abs(ratio * factor - 1) < 1e-6:
-        return "divided"
-    return "blended" if ratio > 1 / factor else "beyond the factor"
-
-
-def _bytes(value: object) -> str:
-    size = float(str(value))
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
-
-
-def _base(value: str | None) -> Literal["original", "checkpoint"] | None:
-    from rope_ext.errors import ModelError
-
-    if value in {None, "original", "checkpoint"}:
-        return value  # pyright: ignore[reportReturnType]  (just checked)
-    raise ModelError(f"base: {value!r} is neither original nor checkpoint; give one of the two")
+def _base(value: str | None) -> "ScaledBase | None":
+    return cast("ScaledBase | None", value)  # read_geometry says what is allowed
 
 
 @app.command()
@@ -259,13 +178,13 @@ def extend(
         _quiet_libraries()
         chosen = parse_method(method)
         check_target(out)
-        loaded, tokenizer = load_model(model, device="cpu")
+        loaded, tokenizer = load_model(model, device="cpu", dtype="auto")
         with extend_model(loaded, chosen, context=context, factor=factor, base=_base(base)) as patch:
             path = save_extended(loaded, out, tokenizer=tokenizer)
             if as_json:
                 _print_json({"out": str(path), "fingerprint": patch.fingerprint.as_dict()})
                 return
-            Console(soft_wrap=True).print(
+            typer.echo(
                 f"{path}: {model} with {method}, window {patch.geometry.original_context} -> {patch.context} tokens; "
                 f"load it with AutoModelForCausalLM.from_pretrained({str(path)!r})"
             )
@@ -317,17 +236,18 @@ def compare(
                 raise RecipeError("resume: give --out DIR and nothing else; the run's own recipe.yaml says the rest")
             from recipes.setting import resumed_recipe
 
-            _run(resumed_recipe(out), out, resume=True, as_json=as_json)
+            _compare(resumed_recipe(out), out, resume=True, as_json=as_json)
             return
         source = recipe or DEFAULTS.get(model or "tiny")
-        values = read_recipe(source) if source else {}
+        # Other models than the bundled one were not kept from any of the sources, and need all that are long enough.
+        values = read_recipe(source) if source else {"data": "python-all"}
         if "context" in asked and "lengths" not in asked and asked["context"] != values.get("context"):
             values.pop("lengths", None)  # a recipe's lengths belong to its own context
         for key, field in (("perplexity", "documents"), ("passkey", "trials")):
             if key in asked:
                 section = values.get(key)
                 asked[key] = {**(section if isinstance(section, dict) else {}), field: asked[key]}
-        _run(make_recipe(values | asked, where=str(source or "compare")), out, resume=False, as_json=as_json)
+        _compare(make_recipe(values | asked, where=str(source or "compare")), out, resume=False, as_json=as_json)
 
 
 def _methods(text: str | None) -> list[str] | None:
@@ -350,60 +270,20 @@ def _lengths(text: str | None) -> list[int] | None:
         raise RecipeError(f"lengths: {text!r} is not a comma list of whole numbers; write 256,512,1024") from None
 
 
-def _run(recipe: "CompareRecipe", out: Path | None, *, resume: bool, as_json: bool) -> None:
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+def _compare(recipe: "CompareRecipe", out: Path | None, *, resume: bool, as_json: bool) -> None:
+    from recipes.screen import StoppedError, as_document, compare_on_screen, failures, show
 
-    from recipes.compare import run_compare
-    from recipes.present import table, write_pictures, write_report
-    from recipes.setting import prepare, total_cost
-
-    setting = prepare(recipe, out, resume=resume)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
     try:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            bar = progress.add_task("compare", total=total_cost(setting))
-            comparison = run_compare(
-                setting, advance=lambda cost, what: progress.update(bar, advance=cost, description=what)
-            )
-    except KeyboardInterrupt:
-        typer.echo(f"rope-ext: stopped; go on with: rope-ext compare --resume --out {setting.out}", err=True)
+        comparison = compare_on_screen(recipe, out, resume=resume)
+    except StoppedError as error:
+        typer.echo(f"rope-ext: {error}", err=True)
         raise typer.Exit(130) from None
-    report = write_report(comparison, write_pictures(comparison))
     if as_json:
-        effective = comparison.effective_lengths()
-        _print_json(
-            {
-                "out": str(comparison.out),
-                "original_context": comparison.original_context,
-                "effective_length": {label: effective.get(fp) for fp, label in comparison.labels.items()},
-                "cells": [dataclasses.asdict(cell) for cell in comparison.cells],
-            }
-        )
+        _print_json(as_document(comparison))
     else:
-        console = Console()
-        console.print(table(comparison))
-        console.print(
-            f"{comparison.seconds:.0f} s; everything is in {comparison.out} (start with {report.name})", soft_wrap=True
-        )
+        show(comparison)
     if comparison.failed:
-        failed = sorted(
-            {f"{c.method} {c.task} at {c.length}: {c.reason}" for c in comparison.cells if c.status != "ok"}
-        )
-        typer.echo("rope-ext: finished with failed cells: " + "; ".join(failed), err=True)
+        typer.echo("rope-ext: finished with failed cells: " + "; ".join(failures(comparison)), err=True)
         raise typer.Exit(3)
 
 

@@ -257,9 +257,10 @@ def write_card(directory: Path) -> None:
     """Write the model card beside the weights, every number in it from training.json."""
     record = json.loads((directory / "training.json").read_text())
     final = record["final"]
+    mixes = [", ".join(f"{task} {part:.0%}" for task, part in mix.items()) for _, _, mix in STAGES]
     stages = "\n".join(
-        f"- {share:.0%} of the steps on {window} tokens: {', '.join(f'{task} {part:.0%}' for task, part in mix.items())}"
-        for share, window, mix in STAGES
+        f"- {share:.0%} of the steps on {window} tokens: {mix}"
+        for (share, window, _), mix in zip(STAGES, mixes, strict=True)
     )
     (directory / "README.md").write_text(f"""# tiny: a LLaMA with a window of {WINDOW} tokens
 

@@ -1,8 +1,13 @@
 """What several folders of tests share: a tiny random LLaMA whose positions matter."""
 
+import hypothesis
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+# The same examples on every machine, and no deadline: two loaded cores are slow, not wrong.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("fixed")
 
 WINDOW = 64
 

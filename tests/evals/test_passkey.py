@@ -4,13 +4,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evals import passkey
-from evals.corpora import encode
+from evals.corpora import bos_id, encode
 from evals.errors import EvalError
 from rope_ext import load_model
 from tests.conftest import random_llama
 from tests.evals.conftest import byte_tokenizer
 
-TOKENIZERS = {"bytes": byte_tokenizer(), "no-bos": byte_tokenizer(bos=False), "merged": byte_tokenizer(digits=False)}
+TOKENIZERS = {
+    "bytes": byte_tokenizer(),
+    "no-bos": byte_tokenizer(bos=False),
+    "bos-not-added": byte_tokenizer(adds_bos=False),
+    "merged": byte_tokenizer(digits=False),
+}
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -20,7 +25,7 @@ def test_prompts_are_exact(name, length, depth, trial):
     key = passkey.trial_key(0, length, depth, trial)
     prompt = passkey.build_prompt(tokenizer, length=length, depth=depth, trial=trial, key=key)
     assert len(prompt.ids) == prompt.length == length
-    bos = tokenizer.bos_token_id
+    bos = bos_id(tokenizer)
     assert prompt.ids.count(bos) == (0 if bos is None else 1)
     assert bos is None or prompt.ids[0] == bos
     text = tokenizer.decode(list(prompt.ids))

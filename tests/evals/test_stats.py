@@ -29,7 +29,7 @@ def test_one_document_has_no_interval():
 
 
 @pytest.mark.parametrize(
-    ("nll", "tokens"), [([], []), ([1.0], [1, 2]), ([math.nan], [1]), ([math.inf], [1]), ([1.0], [0])]
+    ("nll", "tokens"), [([], []), ([1.0], [1, 2]), ([math.nan], [1]), ([math.inf], [1]), ([1.0], [0]), ([800.0], [1])]
 )
 def test_nothing_measured_is_an_error(nll, tokens):
     with pytest.raises(EvalError):

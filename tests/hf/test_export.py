@@ -103,14 +103,15 @@ def test_nothing_is_overwritten(llama, tmp_path):
     assert (tmp_path / "out" / "precious").read_text() == "x"
 
 
-def test_an_empty_directory_and_a_torn_earlier_try_are_fine(llama, tmp_path):
+def test_an_empty_directory_is_fine_and_neighbours_are_left_alone(llama, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "model.safetensors").write_text("torn")
+    (tmp_path / "out.partial" / "thesis.txt").write_text("mine")
     with extend(llama, Yarn(), factor=4):
         path = save_extended(llama, tmp_path / "out")
     assert (path / "model.safetensors").stat().st_size > 1000
-    assert not (tmp_path / "out.partial").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.partial"]
+    assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "mine"
 
 
 def test_an_unwritable_place(llama, tmp_path):
@@ -119,11 +120,9 @@ def test_an_unwritable_place(llama, tmp_path):
         save_extended(llama, tmp_path / "file" / "out")
 
 
-def test_what_stock_code_would_read_differently_is_refused(llama, tmp_path):
-    """A base that is already scaled has no stock form under linear: the proof must catch it, and leave nothing."""
-    scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    llama.config.rope_parameters = {**scaled, "original_max_position_embeddings": 32}
-    with extend(llama, Linear(), factor=2, base="checkpoint"):
-        with pytest.raises(ExportError, match="no stock form"):
+def test_what_stock_code_would_read_differently_is_refused_and_leaves_nothing(llama, tmp_path):
+    with extend(llama, Linear(), factor=2):
+        llama.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}  # a hand that slipped
+        with pytest.raises(ExportError, match="other frequencies"):
             save_extended(llama, tmp_path / "out")
         assert list(tmp_path.iterdir()) == []

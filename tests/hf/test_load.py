@@ -2,13 +2,17 @@
 
 import importlib.util
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from rope_ext import ModelError, Ntk, Yarn, extend, hf, load_model
 from rope_ext.hf import load_config, read_geometry
 from tests.conftest import logits_of, random_llama
+from tests.evals.conftest import byte_tokenizer
 
 
 def test_a_directory(tmp_path):
@@ -34,6 +38,8 @@ def test_tiny_is_fp32_on_a_cpu_and_in_evaluation_mode():
         ("/missing/model", "does not exist"),
         ("a/b/c", "does not exist"),
         ("", "holds no config.json"),
+        ("~nobody/x", "does not exist"),
+        ("x" * 300, "no usable name"),
     ],
 )
 def test_names_of_nothing(name, words, tmp_path, monkeypatch):
@@ -56,6 +62,35 @@ def test_broken_checkpoints(tmp_path):
     config.write_text("{")
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_config(str(tmp_path))
+
+
+def test_missing_weights_are_not_filled_at_random(tmp_path):
+    random_llama().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 of its weights.*layers\.1\.mlp\.up_proj"):
+        load_model(str(tmp_path))
+
+
+def test_a_scaled_gguf_is_refused(tmp_path):
+    """transformers reads it as unscaled, without a word."""
+    for kind in ("yarn", "none"):
+        writer = gguf.GGUFWriter(tmp_path / f"{kind}.gguf", "llama")
+        writer.add_string("llama.rope.scaling.type", kind)
+        writer.add_context_length(128)
+        writer.add_tensor("token_embd.weight", np.zeros((2, 2), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    with pytest.raises(ModelError, match="carries RoPE scaling, which transformers does not read"):
+        load_config(str(tmp_path / "yarn.gguf"))
+    assert load_config(str(tmp_path / "none.gguf")).max_position_embeddings == 128
+    (tmp_path / "torn.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_config(str(tmp_path / "torn.gguf"))
 
 
 def test_smollm2_absent_gives_the_pip_line(monkeypatch):

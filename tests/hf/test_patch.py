@@ -1,7 +1,9 @@
 """extend(): the identity, effect, undo, nesting, dtype, and everything that must be refused."""
 
 import inspect
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,14 +24,17 @@ from rope_ext import (
     MethodError,
     ModelError,
     Ntk,
+    Patch,
     PatchError,
     PositionPlan,
     Unscaled,
     Yarn,
     extend,
+    save_extended,
 )
 from rope_ext.plan import StaticMethod
 from rope_ext.registry import known_methods, method
+from rope_ext.tables import ExtendedRotaryEmbedding
 from tests.conftest import WINDOW, logits_of, random_llama
 
 # transformers 5.24 renamed the keyword and warns about the old one
@@ -134,8 +139,8 @@ def test_bf16_keeps_frequencies_in_fp32(llama):
 def test_extending_a_model_already_in_bf16():
     model = random_llama(initializer_range=0.02).to(torch.bfloat16)
     assert model.model.rotary_emb.inv_freq.dtype == torch.bfloat16  # what stock code does to itself
-    with extend(model, Ntk(), factor=4):
-        assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    with extend(model, Ntk(), factor=4) as patch:
+        assert torch.equal(model.model.rotary_emb.inv_freq, patch.plan.inv_freq)
 
 
 def test_gradients_flow_and_training_mode_is_left_alone(llama, ids):
@@ -281,18 +286,39 @@ def test_scaled_checkpoints_from_their_original_window(kind, ids):
     assert torch.equal(logits_of(model, ids), before)
 
 
-def test_scaled_checkpoints_as_the_base(ids):
+def test_scaled_checkpoints_as_the_base(ids, tmp_path):
     model = random_llama(rope_parameters=dict(SCALED["llama3"]))
     before = logits_of(model, ids)
     with extend(model, Unscaled(), factor=1, base="checkpoint"):
         assert torch.equal(logits_of(model, ids), before)
     with extend(model, Linear(), factor=2, base="checkpoint") as patch:
         assert torch.equal(patch.plan.inv_freq, model.model.rotary_emb.geometry.inv_freq / 2)
-    with pytest.raises(MethodError, match="not defined over frequencies that are already scaled"):
+        with pytest.raises(MethodError, match="already scaled"):
+            extend(model, Yarn(), factor=2)  # nested: the scaled geometry is still the base
+        with pytest.raises(ModelError, match="leave base='original' out"):
+            extend(model, Linear(), factor=2, base="original")
+        # no type of stock transformers is linear over llama3, so the configuration says it pair by pair
+        ours = logits_of(model, ids)
+        model.save_pretrained(tmp_path)
+    stock = LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits_of(stock, ids), ours, rtol=0, atol=1e-3)
+    with pytest.raises(MethodError, match="already scaled"):
         extend(model, Yarn(), factor=2, base="checkpoint")
     yarned = random_llama(rope_parameters=dict(SCALED["yarn"]))
     with pytest.raises(ModelError, match=r"scales attention by 1\.06"):
         extend(yarned, Linear(), factor=2, base="checkpoint")
+
+
+def test_bases_that_cannot_be():
+    with pytest.raises(ModelError, match="base='original' has no effect"):
+        extend(random_llama(), Linear(), factor=2, base="original")
+    with pytest.raises(ModelError, match="'chekpoint' is neither original nor checkpoint"):
+        extend(random_llama(rope_parameters=dict(SCALED["yarn"])), Linear(), factor=2, base="chekpoint")
+    dynamic = random_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+    with pytest.raises(ModelError, match="'dynamic' scaling follow the current length"):
+        extend(dynamic, Unscaled(), factor=1, base="checkpoint")
+    with extend(dynamic, Linear(), factor=2, base="original") as patch:
+        assert patch.geometry.original_context == WINDOW
 
 
 def test_compiled_and_meta_models(llama):
@@ -335,18 +361,107 @@ def test_verify_finds_frequencies_that_were_tampered_with(llama):
             patch.verify()
 
 
-def test_length_dependent_methods_are_refused(llama):
-    class Growing(StaticMethod):
-        name = "growing"
+class Custom(StaticMethod):
+    """A method as a user might get it wrong; `broken` says how."""
 
-        def plan(self, rope, *, context, seq_len):
-            return PositionPlan(inv_freq=rope.inv_freq)
+    name = "custom"
+    summary = source = needs_training = ""
 
-        def frequency_key(self, rope, *, context, seq_len):
-            return seq_len
+    def __init__(self, broken=None):
+        object.__setattr__(self, "broken", broken)
 
-        def rope_parameters(self, rope, *, context):
-            return {"rope_type": "default", "rope_theta": rope.theta}
+    __dataclass_fields__: ClassVar = {}
 
-    with pytest.raises(MethodError, match="growing: its frequencies change with the current length"):
-        extend(llama, Growing(), factor=2)
+    def plan(self, rope, *, context, seq_len):
+        inv_freq = rope.inv_freq * torch.linspace(1, 0.5, rope.num_pairs)
+        return {
+            "shape": PositionPlan(inv_freq=inv_freq[1:]),
+            "dtype": PositionPlan(inv_freq=inv_freq.double()),
+            "nan": PositionPlan(inv_freq=inv_freq * torch.nan),
+            "negative": PositionPlan(inv_freq=-inv_freq),
+            "scale": PositionPlan(inv_freq=inv_freq, attention_scale=0.0),
+            "slopes": PositionPlan(inv_freq=inv_freq, alibi_slopes=torch.ones(4)),
+            "zero": PositionPlan(inv_freq=0 * inv_freq),
+        }.get(self.broken, PositionPlan(inv_freq=inv_freq, attention_scale=1.2))
+
+    def frequency_key(self, rope, *, context, seq_len):
+        return seq_len if self.broken == "growing" else "static"
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("growing", "custom: its frequencies change with the current length"),
+        ("shape", r"inv_freq \(7,\) in torch.float32; it must be \(8,\)"),
+        ("dtype", "torch.float64"),
+        ("nan", "negative or not finite"),
+        ("negative", "negative or not finite"),
+        ("scale", "negative or not finite"),
+        ("slopes", "ALiBi slopes, which no patch supports yet"),
+        ("zero", "no stock form"),
+    ],
+)
+def test_methods_that_cannot_be_carried_out(llama, ids, broken, words):
+    before, config = logits_of(llama, ids), llama.config.to_dict()
+    with pytest.raises(MethodError, match=words):
+        extend(llama, Custom(broken), factor=2)
+    assert torch.equal(logits_of(llama, ids), before)
+    assert llama.config.to_dict() == config
+
+
+def test_a_method_without_a_stock_type_is_exported_pair_by_pair(llama, ids, tmp_path):
+    with extend(llama, Custom(), factor=4):
+        ours = logits_of(llama, ids)
+        path = save_extended(llama, tmp_path / "out")
+    stock = LlamaForCausalLM.from_pretrained(path).eval()
+    assert stock.config.rope_parameters["rope_type"] == "longrope"
+    for part in (slice(0, 20), slice(0, None)):  # on either side of the switch between the two lists
+        torch.testing.assert_close(logits_of(stock, ids[:, part]), ours[:, part], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("request_", [{"context": 128.0}, {"context": "128"}])
+def test_contexts_that_are_no_whole_numbers(llama, request_):
+    with pytest.raises(ContextError, match="is not a whole number"):
+        extend(llama, Yarn(), **request_)
+    assert not isinstance(llama.model.rotary_emb, ExtendedRotaryEmbedding)
+
+
+def test_numpy_integers_are_whole_numbers(llama):
+    with extend(llama, Yarn(), context=np.int64(128)) as patch:
+        assert patch.context == 128
+        assert type(llama.config.max_position_embeddings) is int
+
+
+def test_a_name_is_not_a_method(llama):
+    with pytest.raises(MethodError, match=r"pass an instance, as Yarn\(\)"):
+        extend(llama, "yarn", factor=2)
+
+
+def test_a_failure_while_patching_leaves_nothing_behind(llama, ids, monkeypatch):
+    before, config = logits_of(llama, ids), llama.config.to_dict()
+    monkeypatch.setattr(Patch, "verify", lambda _self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        extend(llama, Yarn(), factor=2)
+    assert torch.equal(logits_of(llama, ids), before)
+    assert llama.config.to_dict() == config
+
+
+def test_leaving_the_block_takes_later_patches_along(llama, ids):
+    before = logits_of(llama, ids)
+
+    def fail():
+        with extend(llama, Yarn(), factor=4):
+            extend(llama, Linear(), factor=2)
+            raise KeyError("the first error is the one that is told")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert torch.equal(logits_of(llama, ids), before)
+
+
+def test_modes_of_single_modules_survive(llama):
+    llama.train()
+    llama.model.layers[0].eval()
+    with extend(llama, Yarn(), factor=2):
+        assert llama.training
+        assert not llama.model.layers[0].training

@@ -22,7 +22,7 @@ def tiny():
 @pytest.fixture(scope="module")
 def corpus(tiny):
     documents = corpora.python_sources("held-out")
-    return corpora.tokenise(documents, tiny[1], name="python", num_tokens=4 * WINDOW, max_documents=12)
+    return corpora.tokenise(documents, tiny[1], name="python", num_tokens=4 * WINDOW, num_documents=12)
 
 
 def perplexity_at(model, corpus, lengths):

@@ -3,16 +3,19 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rope_ext import cli
 from rope_ext.registry import known_methods
+from tests.conftest import random_llama
 
 
 def rope_ext(*words):
@@ -95,6 +98,21 @@ def test_extend_writes_a_checkpoint(checkpoint, tmp_path):
         ).exit_code
         == 0
     )
+
+
+def test_extend_keeps_the_dtype_of_the_checkpoint(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "bf16")
+    random_llama(vocab_size=258, max_position_embeddings=512).to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    assert rope_ext("extend", tmp_path / "bf16", "-m", "yarn", "-f", "2", "-o", tmp_path / "out").exit_code == 0
+    sizes = {(tmp_path / name / "model.safetensors").stat().st_size for name in ("bf16", "out")}
+    assert max(sizes) - min(sizes) < 100
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_brackets_in_paths_are_shown_as_they_are(checkpoint, data, tmp_path):
+    result = rope_ext(*compare_words(checkpoint, data), "--out", tmp_path / "run[v2]")
+    assert result.exit_code == 0, result.output
+    assert "run[v2]" in result.stdout.replace("\n", "")
 
 
 def compare_words(checkpoint, data):

@@ -1,9 +1,11 @@
 import dataclasses
+import io
 import json
 import math
 import shutil
 
 import pytest
+from rich.console import Console
 
 from evals import rows
 from evals.errors import EvalError
@@ -14,6 +16,7 @@ from recipes.load import RecipeError, make_recipe
 from recipes.present import table, write_pictures, write_report
 from recipes.setting import default_lengths, prepare, resumed_recipe, total_cost
 from rope_ext import ContextError, MethodError, ModelError
+from tests.conftest import random_llama
 
 
 def run(recipe, out, *, resume=False):
@@ -57,7 +60,10 @@ def test_a_whole_run(recipe, tmp_path):
             assert cell.value == pytest.approx(math.exp(mean), rel=1e-12)
 
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert set(record["fingerprints"]) == {c.fingerprint for c in cells}
+    (leg,) = record["legs"]
+    assert set(leg["fingerprints"]) == {c.fingerprint for c in cells}
+    assert leg["seconds"] > 0
+    assert record["finished"] is True
     assert record["corpus"]["num_too_short"] <= 1
     assert record["original_context"] == 512
     assert setting.model.config.max_position_embeddings == 512, "every patch is undone"
@@ -88,7 +94,7 @@ def test_pictures_table_and_report(recipe, tmp_path):
         "ppl\n1024",
         "key\n512",
         "key\n1024",
-        "effective\nlength",
+        "eff.\nlength",
     ]
     assert view.row_count == 2
     report = write_report(result, pictures).read_text()
@@ -124,6 +130,8 @@ def test_a_killed_run_goes_on_to_the_same_table(recipe, tmp_path, monkeypatch):
     resumed = run_compare(prepare(resumed_recipe(tmp_path / "torn"), tmp_path / "torn", resume=True))
     assert strip(resumed.cells) == strip(whole.cells)
     assert len(read_samples(path)) == 42
+    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+    assert len(lines) == len(set(lines)) == 42, "nothing twice, not even on disk"
 
 
 def test_resuming_a_finished_run_measures_nothing(recipe, tmp_path, monkeypatch):
@@ -172,8 +180,55 @@ def test_a_failing_cell_is_recorded_and_the_rest_goes_on(recipe, tmp_path, monke
     assert {c.reason for c in failed} == {"CUDA out of memory. Tried to allocate 7 GiB"}
     assert {c.length for c in result.cells if c.task == "passkey" and c.status == "ok"} == {512}
     assert "failed" in write_report(result, []).read_text()
+    # random weights miss every passkey at 512, so the failed cell decides nothing
+    assert set(result.effective_lengths().values()) == {None}
     monkeypatch.setattr(compare.passkey, "score_prompts", real)
     assert not run(recipe, tmp_path / "run", resume=True).failed, "a failed cell is tried again"
+
+
+def test_a_failed_cell_is_not_a_miss(recipe, tmp_path, monkeypatch):
+    """Out of memory at the shortest length: the effective length is unknown, not below it."""
+
+    def out_of_memory(_model, _prompts):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(compare.passkey, "score_prompts", out_of_memory)
+    result = run(recipe, tmp_path / "run")
+    assert result.effective_lengths() == {}
+    assert next(iter(table(result).columns[-1].cells)).plain == "failed"
+
+
+def test_the_demo_table_fits_eighty_columns(recipe, tmp_path):
+    """Nothing may be cropped where a terminal, or a pipe, is narrow."""
+    lengths = (256, 512, 1024, 2048)
+    result = run(recipe | {"passkey": {"depths": [0.5], "trials": 1}}, tmp_path / "run")
+    wide = [
+        dataclasses.replace(c, length=n, value=12345.6 if c.task == "perplexity" else 0.25)
+        for c in result.cells
+        if c.depth is None and c.length == 512
+        for n in lengths
+    ]
+    result = dataclasses.replace(result, cells=tuple(wide), recipe=dataclasses.replace(result.recipe, lengths=lengths))
+    console = Console(width=80, file=io.StringIO())
+    console.print(table(result))
+    shown = console.file.getvalue()
+    assert "\u2026" not in shown
+    assert shown.count("12346") == 3 * 4
+    assert shown.count("0.25") == 3 * 4
+
+
+def test_a_tokenizer_that_does_not_fit_the_weights(recipe, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    random_llama(vocab_size=64, max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    with pytest.raises(RecipeError, match="has 64 embeddings; tokenizer and weights do not fit"):
+        prepare(make_recipe(recipe | {"model": str(tmp_path / "model")}), tmp_path / "run")
+
+
+def test_the_resolved_recipe_means_the_same_from_anywhere(recipe, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(data.parent)
+    setting = prepare(make_recipe(recipe | {"data": data.name}), tmp_path / "run")
+    assert setting.recipe.data == str(data)
+    assert resumed_recipe(tmp_path / "run").data == str(data)
 
 
 def test_default_lengths():
@@ -195,9 +250,13 @@ def test_context_defaults_to_four_times_the_original(recipe, tmp_path):
         ({"context": 256}, ContextError, "below the original window of 512"),
         ({"methods": ["abf:theta=100"]}, MethodError, "below the checkpoint's own"),
         ({"lengths": [50, 1024]}, EvalError, "length 50 is shorter than the template"),
-        ({"lengths": [5000]}, EvalError, r"0 documents of at least 5000 tokens, 1 needed"),
+        ({"lengths": [5000]}, EvalError, r"0 documents of at least 5000 tokens, 3 asked"),
         ({"data": "/nowhere/at/all"}, EvalError, "does not exist"),
         ({"model": "/nowhere/at/all"}, ModelError, "does not exist"),
+        ({"perplexity": {"documents": 50}}, EvalError, "4 documents of at least 1024 tokens, 50 asked"),
+        ({"data": "~nobody/x"}, EvalError, "does not exist"),
+        ({"data": "x" * 300}, EvalError, "no usable name"),
+        ({"base": "checkpoint"}, ModelError, "has no effect"),
         ({"perplexity": {"documents": 0}, "passkey": {"trials": 0}}, RecipeError, "nothing to measure"),
     ],
 )

@@ -40,6 +40,8 @@ def test_the_resolved_recipe_reads_back(tmp_path):
         ("methods: []", "methods is empty"),
         ("methods: [{yarn: {beta_fast: 16}, ntk: {}}]", "is not a method; write yarn"),
         ("methods: [3]", "3 is not a method"),
+        ("methods: [{yarn: {1: 2}}]", "is not a method"),
+        ("seed: -1", "seed: -1 is refused"),
         ("methods: [yarn, 'yarn:beta_fast=32']", "yarn twice"),
         ("passkey: {depths: [0.5, 0, 0.5]}", "passkey.depths names 0.5 twice"),
         ("base: somewhere", "base: 'somewhere' is refused"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rope_ext import MethodError, PositionPlan, RopeGeometry
+from rope_ext import ContextError, MethodError, PositionPlan, RopeGeometry
 from rope_ext.geometry import base_inv_freq
 from rope_ext.registry import known_methods, method, parse_method
 from tests import reference, strategies
@@ -241,6 +241,20 @@ def test_the_reference_itself_passes_where_mutants_fail(spelled):
         check(
             PositionPlan(inv_freq=torch.tensor(golden["inv_freq"]), attention_scale=golden["attention_scale"]), golden
         )
+
+
+@pytest.mark.parametrize("name", known_methods())
+def test_a_smaller_window_than_the_original_is_refused(name):
+    rope = RopeGeometry(head_dim=16, theta=1e4, original_context=256)
+    with pytest.raises(ContextError, match="128 is below the original window of 256"):
+        method(name).plan(rope, context=128, seq_len=1)
+
+
+@pytest.mark.parametrize("name", sorted(set(known_methods()) - {"unscaled", "linear"}))
+def test_methods_that_need_a_plain_base_refuse_a_scaled_one(name):
+    rope = RopeGeometry(head_dim=16, theta=1e4, original_context=256, inv_freq=base_inv_freq(16, 1e4) / 2)
+    with pytest.raises(MethodError, match="already scaled"):
+        method(name).plan(rope, context=512, seq_len=1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""What a method would do to a model, pair by pair, from its configuration alone."""
+
+import math
+from dataclasses import dataclass
+
+from rich.table import Table
+from transformers import PretrainedConfig
+
+from rope_ext.geometry import RopeGeometry
+from rope_ext.hf import ScaledBase, read_geometry, resolve_context
+from rope_ext.plan import Method, PositionPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inspection:
+    """A geometry, a method's plan for it at `context` tokens, and what the KV cache costs there.
+
+    `kv_cache_bytes` is for one sequence of `context` tokens with 2 bytes a number (bf16 or fp16).
+    """
+
+    geometry: RopeGeometry
+    method: Method
+    context: int
+    plan: PositionPlan
+    num_key_value_heads: int
+    kv_cache_bytes: int
+
+    @property
+    def factor(self) -> float:
+        """The stretch, context / original_context."""
+        return self.context / self.geometry.original_context
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain JSON values; a wavelength that is infinite (a pair that does not turn) is null."""
+        geometry = self.geometry
+        return {
+            "head_dim": geometry.head_dim,
+            "theta": geometry.theta,
+            "num_heads": geometry.num_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "original_context": geometry.original_context,
+            "context": self.context,
+            "factor": self.factor,
+            "attention_scale": self.plan.attention_scale,
+            "kv_cache_bytes": self.kv_cache_bytes,
+            "inv_freq": geometry.inv_freq.tolist(),
+            "new_inv_freq": self.plan.inv_freq.tolist(),
+            "wavelengths": [w if math.isfinite(w) else None for w in geometry.wavelengths.tolist()],
+            "rotations": geometry.rotations.tolist(),
+        }
+
+    def summary(self) -> str:
+        """Return two lines: the geometry, and the stretch with its costs."""
+        geometry = self.geometry
+        return (
+            f"head_dim {geometry.head_dim}, theta {geometry.theta:g}, {geometry.num_heads} heads "
+            f"({self.num_key_value_heads} for keys and values), window {geometry.original_context} tokens\n"
+            f"{self.method!r} to {self.context} tokens: factor {self.factor:g}, attention scale "
+            f"{self.plan.attention_scale:.5g}, KV cache {_bytes(self.kv_cache_bytes)} a sequence in 16 bits"
+        )
+
+    def table(self) -> Table:
+        """Return one row a pair: wavelengths and turns before, wavelength after, and what was done."""
+        view = Table(title="pair by pair, fastest first")
+        for column in ("pair", "wavelength", "turns in window", "new wavelength", "frequency x"):
+            view.add_column(column, justify="right")
+        view.add_column("what happens", no_wrap=True)
+        old, new = self.geometry.inv_freq.double(), self.plan.inv_freq.double()
+        ratios = (new / old).nan_to_num(1.0).tolist()
+        columns = (self.geometry.wavelengths, self.geometry.rotations, 2 * math.pi / new)
+        for pair, (wavelength, turns, after) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            ratio = ratios[pair]
+            numbers = (f"{wavelength:.4g}", f"{turns:.3g}", f"{after:.4g}", f"{ratio:.4f}")
+            view.add_row(str(pair), *numbers, _verdict(ratio, self.factor))
+        return view
+
+
+def inspect_config(
+    config: PretrainedConfig,
+    method: Method,
+    *,
+    context: int | None = None,
+    factor: float | None = None,
+    base: ScaledBase | None = None,
+) -> Inspection:
+    """Return what `method` would do to a model of this configuration, at exactly one of `context` and `factor`.
+
+    Raises:
+        ModelError, ContextError, MethodError: as `extend` would.
+    """
+    geometry = read_geometry(config, base=base)
+    target = resolve_context(geometry, context=context, factor=factor)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or geometry.num_heads)
+    return Inspection(
+        geometry=geometry,
+        method=method,
+        context=target,
+        plan=method.plan(geometry, context=target, seq_len=target),
+        num_key_value_heads=kv_heads,
+        kv_cache_bytes=2 * 2 * int(config.num_hidden_layers) * kv_heads * geometry.head_dim * target,
+    )
+
+
+def _verdict(ratio: float, factor: float) -> str:
+    if abs(ratio - 1) < 1e-6:
+        return "untouched"
+    if abs(ratio * factor - 1) < 1e-6:
+        return "divided"
+    return "blended" if ratio > 1 / factor else "beyond the factor"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
