@@ -77,7 +77,7 @@ def test_inspect_table(checkpoint):
     assert "untouched" in shown
     assert "divided" in shown
     assert "blended" in shown
-    assert "512 KiB" in shown
+    assert "1 MiB" in shown
     plain = rope_ext("inspect", checkpoint).stdout
     assert "factor 1" in plain
 
