@@ -17,15 +17,14 @@ SampleKey = tuple[str, str, int, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One scored unit: a document at a length ("perplexity"), or a passkey trial ("passkey").
+class Row:
+    """What a sample and a cell have in common: which method, on which model, at which task.
 
     Attributes:
-        unit: what was scored, unique within (fingerprint, task, length): a document's name, or "depth/trial".
-        value: nats per token for perplexity, 1 or 0 for passkey.
-        weight: the tokens scored in it.
-        data_hash: of the ids shown to the model, equal for every method.
-        detail: task-specific facts (actual depth, key, predicted ids, answer NLL), kept for reading, not aggregated.
+        method_args: the method's hyper-parameters by name.
+        factor, context: the stretch, and the window in tokens that it leads to.
+        protocol: how the task was run; equal tasks under unequal protocols are not comparable.
+        depth: of a passkey, as a fraction; None where there is none, or pooled over depths.
     """
 
     method: str
@@ -37,8 +36,22 @@ class Sample:
     protocol: str
     length: int
     depth: float | None
-    unit: str
     metric: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Row):
+    """One scored unit: a document at a length ("perplexity"), or a passkey trial ("passkey").
+
+    Attributes:
+        unit: what was scored, unique within (fingerprint, task, length): a document's name, or "depth/trial".
+        value: nats per token for perplexity, 1 or 0 for passkey.
+        weight: the tokens scored in it.
+        data_hash: of the ids shown to the model, equal for every method.
+        detail: task-specific facts (actual depth, key, predicted ids, answer NLL), kept for reading, not aggregated.
+    """
+
+    unit: str
     value: float
     weight: int
     seed: int
@@ -52,27 +65,16 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Cell(Row):
     """One aggregate that can be recomputed from samples: a value, its interval and n.
 
     Attributes:
-        depth: the fraction asked for, or None when pooled over depths.
         n: documents for perplexity, trials for passkey.
         ci_low, ci_high: 95 % interval: bootstrap over documents for perplexity, Wilson for passkey; None if n is 1.
         stage: "before" or "after" a fine-tune, else None.
         status: "ok", or "failed" with `reason`; a failed cell has no value.
     """
 
-    method: str
-    method_args: dict[str, object]
-    factor: float
-    context: int
-    model: str
-    task: str
-    protocol: str
-    length: int
-    depth: float | None
-    metric: str
     value: float | None
     ci_low: float | None
     ci_high: float | None
