@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from rope_ext.methods.abf import Abf
     from rope_ext.methods.linear import Linear
     from rope_ext.methods.llama3 import Llama3
+    from rope_ext.methods.nope import Nope
     from rope_ext.methods.ntk import Ntk
+    from rope_ext.methods.ntk_by_parts import NtkByParts
+    from rope_ext.methods.p_rope import PRope
     from rope_ext.methods.unscaled import Unscaled
     from rope_ext.methods.yarn import Yarn
     from rope_ext.patch import Patch, extend
@@ -47,7 +50,10 @@ _HOME = {
     "Method": "plan",
     "MethodError": "errors",
     "ModelError": "errors",
+    "Nope": "methods.nope",
     "Ntk": "methods.ntk",
+    "NtkByParts": "methods.ntk_by_parts",
+    "PRope": "methods.p_rope",
     "Patch": "patch",
     "PatchError": "errors",
     "PositionPlan": "plan",
@@ -71,7 +77,10 @@ __all__ = [
     "Method",
     "MethodError",
     "ModelError",
+    "Nope",
     "Ntk",
+    "NtkByParts",
+    "PRope",
     "Patch",
     "PatchError",
     "PositionPlan",

@@ -102,6 +102,8 @@ def inspect_config(
 
 
 def _verdict(ratio: float, factor: float) -> str:
+    if ratio == 0:
+        return "stopped"
     if abs(ratio - 1) < 1e-6:
         return "untouched"
     if abs(ratio * factor - 1) < 1e-6:

@@ -286,14 +286,20 @@ def _parameters_in_step(model: "PreTrainedModel", table: ExtendedRotaryEmbedding
     """
     geometry, plan, context = table.geometry, table.plan, table.context
     own = table.method.rope_parameters(geometry, context=context)
-    for parameters in (own, general_rope_parameters(geometry, plan, context=context)):
-        config = copy.deepcopy(model.config)
-        config.rope_parameters = dict(parameters)
-        config.max_position_embeddings = context
-        inv_freq, scale = stock_frequencies(config)
-        if frequencies_agree(inv_freq, plan.inv_freq) and math.isclose(scale, plan.attention_scale, rel_tol=1e-6):
-            return parameters
+    if _stock_agrees(model, own, plan, context):
+        return own
+    general = general_rope_parameters(geometry, plan, context=context)
+    if _stock_agrees(model, general, plan, context):
+        return general
     raise MethodError(f"{table.method.name}: no configuration of stock transformers gives its frequencies")
+
+
+def _stock_agrees(model: PreTrainedModel, parameters: RopeParameters, plan: PositionPlan, context: int) -> bool:
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = dict(parameters)
+    config.max_position_embeddings = context
+    inv_freq, scale = stock_frequencies(config)
+    return frequencies_agree(inv_freq, plan.inv_freq) and math.isclose(scale, plan.attention_scale, rel_tol=1e-6)
 
 
 def active_patch_table(model: PreTrainedModel) -> ExtendedRotaryEmbedding | None:

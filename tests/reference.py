@@ -56,6 +56,22 @@ def yarn(d, b, L, s, beta_fast=32.0, beta_slow=1.0, truncate=True):
     return out
 
 
+def yarn_paper(d, b, L, s, alpha=1.0, beta=32.0):
+    """YaRN paper, equations 17 and 18: gamma(r) from 0 at alpha turns to 1 at beta, h = (1 - gamma) f / s + gamma f."""
+    out = []
+    for f in base(d, b):
+        turns = L * f / (2 * math.pi)
+        gamma = min(max((turns - alpha) / (beta - alpha), 0.0), 1.0)
+        out.append((1 - gamma) * f / s + gamma * f)
+    return out
+
+
+def p_rope(d, b, p):
+    """Round and Round We Go, section 6: the highest p of the frequencies kept, the others 0."""
+    kept = math.floor(p * d / 2)
+    return [f if i < kept else 0.0 for i, f in enumerate(base(d, b))]
+
+
 def yarn_scale(s):
     """YaRN paper, equation 22: sqrt(1/t) = 0.1 ln s + 1, on queries and keys each."""
     return 0.1 * math.log(s) + 1.0 if s > 1 else 1.0
@@ -99,6 +115,12 @@ def goldens():
             "yarn": (yarn(d, b, L, s), yarn_scale(s)),
             "yarn:truncate=false": (yarn(d, b, L, s, truncate=False), yarn_scale(s)),
             "yarn:beta_fast=16:beta_slow=2:attention_scale=1": (yarn(d, b, L, s, 16.0, 2.0), 1.0),
+            "yarn:ramp=rotations": (yarn_paper(d, b, L, s), yarn_scale(s)),
+            "ntk-by-parts": (yarn(d, b, L, s), 1.0),
+            "ntk-by-parts:beta_fast=16:beta_slow=2:truncate=false": (yarn(d, b, L, s, 16.0, 2.0, truncate=False), 1.0),
+            "p-rope": (p_rope(d, b, 0.75), 1.0),
+            "p-rope:fraction=0.3": (p_rope(d, b, 0.3), 1.0),
+            "nope": ([0.0] * (d // 2), 1.0),
             "llama3": (llama3(d, b, L, s), 1.0),
             "llama3:low_freq_factor=2:high_freq_factor=8": (llama3(d, b, L, s, 2.0, 8.0), 1.0),
         }

@@ -7,6 +7,7 @@ from typing import ClassVar
 from rope_ext.errors import MethodError
 from rope_ext.geometry import RopeGeometry
 from rope_ext.plan import PositionPlan, RopeParameters, StaticMethod
+from rope_ext.ramp import blend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,7 @@ class Llama3(StaticMethod):
         factor = self.factor(rope, context)
         kept = (rope.rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         interpolation = 1.0 - kept.clamp(0.0, 1.0)
-        shrink = 1.0 - interpolation * (1.0 - 1.0 / factor)
-        return PositionPlan(inv_freq=(rope.inv_freq.double() * shrink).float())
+        return PositionPlan(inv_freq=blend(rope, interpolation, factor))
 
     def rope_parameters(self, rope: RopeGeometry, *, context: int) -> RopeParameters:
         """Return transformers' "llama3" type."""

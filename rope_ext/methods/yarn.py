@@ -4,31 +4,29 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
 from rope_ext.errors import MethodError
 from rope_ext.geometry import RopeGeometry
-from rope_ext.plan import PositionPlan, RopeParameters, StaticMethod
+from rope_ext.plan import PositionPlan, RopeParameters, StaticMethod, general_rope_parameters
+from rope_ext.ramp import blend, check_betas, ramp_over_pairs, ramp_over_rotations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yarn(StaticMethod):
-    """Blends by pair index, as the authors' code and transformers do.
+    """Blends as the authors' code and transformers do, unless `ramp` asks for the paper's form.
 
     Attributes:
         beta_fast: pairs with more turns than this inside the original window keep their frequency.
         beta_slow: pairs with fewer turns than this are divided by the factor.
-        truncate: round the ends of the ramp outwards to whole pairs.
+        ramp: "pair", linear in the pair index, is the published code's; "rotations", linear in the number of turns,
+            the paper's. They differ by up to 3x on the ramp.
+        truncate: round the ends of the "pair" ramp outwards to whole pairs; without effect on "rotations".
         attention_scale: multiplies cos and sin; "auto" is 0.1 ln(factor) + 1, the paper's fit.
 
-    Source: Peng et al., YaRN (arXiv 2309.00071), sections 3.2 and 3.4, equation 22. The paper's ramp is linear in
-    the number of turns, the published code's in the pair index; they differ by up to 3x on the ramp, and this is
-    the code's. The upper end is clamped to head_dim - 1 as there, not to the last pair.
+    Source: Peng et al., YaRN (arXiv 2309.00071), sections 3.2 and 3.4, equation 22, and the authors' code.
 
     Raises:
-        MethodError: beta_fast is not above beta_slow, a beta is not positive, or the scale is not positive.
+        MethodError: beta_fast is not above beta_slow, a beta or the scale is not positive, or truncate=False is asked
+            of the "rotations" ramp, which has nothing to round.
     """
 
     name: ClassVar[str] = "yarn"
@@ -38,56 +36,42 @@ class Yarn(StaticMethod):
 
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    ramp: Literal["pair", "rotations"] = "pair"
     truncate: bool = True
     attention_scale: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.beta_fast) and self.beta_fast > self.beta_slow > 0):
-            raise MethodError(
-                f"yarn: beta_fast {self.beta_fast:g} and beta_slow {self.beta_slow:g}: they must be finite with "
-                "beta_fast > beta_slow > 0"
-            )
+        check_betas(self.name, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+        if self.ramp == "rotations" and not self.truncate:
+            raise MethodError("yarn: truncate=false has no effect on ramp=rotations, which rounds nothing; drop it")
         if self.attention_scale != "auto" and not (math.isfinite(self.attention_scale) and self.attention_scale > 0):
             raise MethodError(f'yarn: attention_scale {self.attention_scale} must be "auto" or a positive number')
 
-    def interpolation(self, rope: RopeGeometry) -> Float[Tensor, " pairs"]:
-        """Return the blend weight of each pair, float64, shape (head_dim/2,): 0 keeps it, 1 divides it by the factor.
+    def plan(self, rope: RopeGeometry, *, context: int, seq_len: int) -> PositionPlan:
+        """Return the blended frequencies, fp32, shape (head_dim/2,), and the attention scale.
 
         Raises:
-            MethodError: the whole ramp lies outside the pairs, where the published code would blend the wrong way.
+            MethodError: the whole ramp lies outside the pairs.
         """
-        low, high = (self._pair_turning(rope, turns) for turns in (self.beta_fast, self.beta_slow))
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, rope.head_dim - 1)
-        if low > high:
-            raise MethodError(
-                f"yarn: no pair turns between beta_slow {self.beta_slow:g} and beta_fast {self.beta_fast:g} times in "
-                f"{rope.original_context} tokens at theta {rope.theta:g}; change the betas"
-            )
-        if low == high:
-            high += 0.001  # the published code's guard; a step, not a ramp
-        pair = torch.arange(rope.num_pairs, dtype=torch.float64)
-        return ((pair - low) / (high - low)).clamp(0.0, 1.0)
-
-    @staticmethod
-    def _pair_turning(rope: RopeGeometry, turns: float) -> float:
-        """Return the (fractional) pair that makes `turns` turns inside the original window."""
-        return rope.head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    def plan(self, rope: RopeGeometry, *, context: int, seq_len: int) -> PositionPlan:
-        """Return the blended frequencies, fp32, shape (head_dim/2,), and the attention scale."""
         factor = self.factor(rope, context)
-        # f * (1 - w + w/s), arranged so that a factor of 1 multiplies by exactly 1
-        shrink = 1.0 - self.interpolation(rope) * (1.0 - 1.0 / factor)
+        if self.ramp == "pair":
+            interpolation = ramp_over_pairs(
+                self.name, rope, beta_fast=self.beta_fast, beta_slow=self.beta_slow, truncate=self.truncate
+            )
+        else:
+            interpolation = ramp_over_rotations(rope, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
         scale = 0.1 * math.log(factor) + 1.0 if self.attention_scale == "auto" else float(self.attention_scale)
-        return PositionPlan(inv_freq=(rope.inv_freq.double() * shrink).float(), attention_scale=scale)
+        return PositionPlan(inv_freq=blend(rope, interpolation, factor), attention_scale=scale)
 
     def rope_parameters(self, rope: RopeGeometry, *, context: int) -> RopeParameters:
         """Return transformers' "yarn" type; the scale is written only when it is not the default.
 
-        llama.cpp reads neither betas nor the scale of a LLaMA, so only the defaults are portable there.
+        llama.cpp reads neither betas nor the scale of a LLaMA, so only the defaults are portable there. The
+        "rotations" ramp has no type of its own and is written pair by pair.
         """
+        if self.ramp == "rotations":
+            plan = self.plan(rope, context=context, seq_len=context)
+            return general_rope_parameters(rope, plan, context=context)
         parameters: RopeParameters = {
             "rope_type": "yarn",
             "rope_theta": rope.theta,

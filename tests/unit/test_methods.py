@@ -54,7 +54,11 @@ def test_plan_is_golden(spelled, name):
     check(plan, GOLDEN[spelled][name])
 
 
-@pytest.mark.parametrize("name", known_methods())
+# Methods that change a model even where nothing is stretched: they stop pairs instead of slowing them.
+NO_IDENTITY = {"nope", "p-rope"}
+
+
+@pytest.mark.parametrize("name", sorted(set(known_methods()) - NO_IDENTITY))
 @given(rope=strategies.geometries())
 def test_factor_one_changes_no_bit(name, rope):
     plan = method(name).plan(rope, context=rope.original_context, seq_len=1)
@@ -62,7 +66,7 @@ def test_factor_one_changes_no_bit(name, rope):
     assert plan.attention_scale == 1.0
 
 
-@pytest.mark.parametrize("name", sorted(set(known_methods()) - {"abf"}))
+@pytest.mark.parametrize("name", sorted(set(known_methods()) - NO_IDENTITY - {"abf"}))
 @given(rope=strategies.geometries(), factor=strategies.factors)
 def test_interpolation_stays_between_kept_and_divided(name, rope, factor):
     target = round(rope.original_context * factor)
@@ -208,6 +212,31 @@ MUTANTS = {
     "window of the target": ("yarn", lambda d, b, L, s: reference.yarn(d, b, L * s, s), None),
     "betas swapped": ("yarn", lambda d, b, L, s: reference.yarn(d, b, L, s, 1.0, 32.0), None),
     "yarn halves swapped": ("yarn", lambda d, b, L, s: _swapped(reference.yarn(d, b, L, s)), None),
+    "code ramp where the paper's was asked": ("yarn:ramp=rotations", reference.yarn, None),
+    "gamma inverted": (
+        "yarn:ramp=rotations",
+        lambda d, b, L, s: [
+            f / s + f - y for f, y in zip(reference.base(d, b), reference.yarn_paper(d, b, L, s), strict=True)
+        ],
+        None,
+    ),
+    "temperature where none belongs": ("ntk-by-parts", reference.yarn, reference.yarn_scale),
+    "by-parts truncated though told not to": (
+        "ntk-by-parts:beta_fast=16:beta_slow=2:truncate=false",
+        lambda d, b, L, s: reference.yarn(d, b, L, s, 16.0, 2.0),
+        None,
+    ),
+    "slow pairs kept, fast ones stopped": ("p-rope", lambda d, b, L, s: reference.p_rope(d, b, 0.75)[::-1], None),
+    "one pair too many": (
+        "p-rope:fraction=0.3",
+        lambda d, b, L, s: reference.p_rope(d, b, 0.3 + 2 / d),
+        None,
+    ),
+    "partial dimensions, not pairs": (
+        "p-rope",
+        lambda d, b, L, s: [b ** (-2 * i / (0.75 * d)) if i < 0.75 * d / 2 else 0.0 for i in range(d // 2)],
+        None,
+    ),
     "scale squared": ("yarn", reference.yarn, lambda s: reference.yarn_scale(s) ** 2),
     "scale squared twice": ("yarn", reference.yarn, lambda s: reference.yarn_scale(s) ** 4),
     "scale inverted": ("yarn", reference.yarn, lambda s: 1 / reference.yarn_scale(s)),
@@ -250,7 +279,7 @@ def test_a_smaller_window_than_the_original_is_refused(name):
         method(name).plan(rope, context=128, seq_len=1)
 
 
-@pytest.mark.parametrize("name", sorted(set(known_methods()) - {"unscaled", "linear"}))
+@pytest.mark.parametrize("name", sorted(set(known_methods()) - {"unscaled", "linear", "nope", "p-rope"}))
 def test_methods_that_need_a_plain_base_refuse_a_scaled_one(name):
     rope = RopeGeometry(head_dim=16, theta=1e4, original_context=256, inv_freq=base_inv_freq(16, 1e4) / 2)
     with pytest.raises(MethodError, match="already scaled"):
@@ -265,6 +294,11 @@ def test_methods_that_need_a_plain_base_refuse_a_scaled_one(name):
         ("yarn:beta_slow=0", "beta_fast > beta_slow > 0"),
         ("yarn:attention_scale=0", "attention_scale"),
         ("yarn:attention_scale=nan", "attention_scale"),
+        ("yarn:ramp=rotations:truncate=false", "no effect on ramp=rotations"),
+        ("yarn:ramp=paper", "ramp = 'paper' is refused"),
+        ("ntk-by-parts:beta_fast=1", "ntk-by-parts: beta_fast 1 and beta_slow 1"),
+        ("p-rope:fraction=0", r"outside \(0, 1\]; use nope"),
+        ("p-rope:fraction=1.5", r"outside \(0, 1\]"),
         ("llama3:low_freq_factor=4:high_freq_factor=4", "high_freq_factor > low_freq_factor"),
         ("abf:theta=1", "theta"),
         ("abf:theta=inf", "theta"),
@@ -298,6 +332,12 @@ def test_abf_auto_refuses_a_window_in_which_nothing_turns():
     rope = RopeGeometry(head_dim=16, theta=1e4, original_context=4)
     with pytest.raises(MethodError, match="no pair turns once in 4 tokens"):
         method("abf").plan(rope, context=16, seq_len=1)
+
+
+def test_p_rope_needs_one_pair():
+    rope = RopeGeometry(head_dim=16, theta=1e4, original_context=64)
+    with pytest.raises(MethodError, match="less than one"):
+        method("p-rope", fraction=0.1).plan(rope, context=64, seq_len=1)
 
 
 def test_geometry_with_its_own_frequencies_is_respected():
