@@ -111,6 +111,8 @@ def read_documents(path: Path) -> list[Document]:
 
 def _read_file(file: Path, root: Path) -> Iterator[Document]:
     name = file.relative_to(root).as_posix() if file != root else file.name
+    if _has_surrogates(str(file)):
+        raise EvalError(f"corpus: {str(file)!a} has a name that is not UTF-8; rename it")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -122,18 +124,27 @@ def _read_file(file: Path, root: Path) -> Iterator[Document]:
             yield Document(name=name, text=text)
         return
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise EvalError(f"corpus: {file} line {number} is not JSON: {error.msg}") from error
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise EvalError(
-                f'corpus: {file} line {number} has no "text"; each line is an object like {{"text": "..."}}'
-            )
-        if row["text"].strip():
-            yield Document(name=f"{name}:{number}", text=row["text"])
+        if line.strip():
+            text = _text_of(line, f"{file} line {number}")
+            if text.strip():
+                yield Document(name=f"{name}:{number}", text=text)
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # besides bad syntax: a number or a nesting beyond all bounds
+        raise EvalError(f"corpus: {where} is not JSON: {error}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise EvalError(f'corpus: {where} has no "text"; each line is an object like {{"text": "..."}}')
+    if _has_surrogates(row["text"]):
+        raise EvalError(f"corpus: {where} holds half a surrogate pair, which is no character; mend it")
+    return row["text"]
+
+
+def _has_surrogates(text: str) -> bool:
+    """Whether a string holds what UTF-8 cannot write: a lone surrogate, or a byte smuggled through a file name."""
+    return any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def tokenise(

@@ -67,8 +67,9 @@ def perplexity_chart(cells: Sequence[Cell], labels: Mapping[str, str], *, origin
     peak = max((float(r["high"]) for r in rows), default=10.0)  # pyright: ignore[reportArgumentType]
     floor = min((float(r["low"]) for r in rows), default=1.0)  # pyright: ignore[reportArgumentType]
     decades = range(math.floor(math.log10(floor)), math.ceil(math.log10(peak)) + 1)
-    ticks = [m * 10.0**d for d in decades for m in (1, 2, 5) if floor / 2 <= m * 10.0**d <= peak * 2]
-    y = alt.Y("value:Q", title="perplexity", scale=alt.Scale(type="log", nice=False, padding=14)).axis(
+    low, high = floor / 1.25, peak * 1.25
+    ticks = [m * 10.0**d for d in decades for m in (1, 2, 5) if low <= m * 10.0**d <= high]
+    y = alt.Y("value:Q", title="perplexity", scale=alt.Scale(type="log", nice=False, domain=[low, high])).axis(
         values=ticks, format="~g"
     )
     base = alt.Chart(_data(rows))
@@ -82,7 +83,7 @@ def perplexity_chart(cells: Sequence[Cell], labels: Mapping[str, str], *, origin
     )
     title = _title(
         f"Perplexity over length: {model}",
-        [f"mean over the first L tokens of {n} documents; bars: 95 % bootstrap over documents"],
+        [f"mean over the first L tokens of {n} document{'s' * (n != 1)}; bars: 95 % bootstrap over documents"],
     )
     return alt.layer(spread, line, point, rule, note).properties(width=WIDTH, height=HEIGHT, title=title)
 

@@ -4,6 +4,7 @@ Absent means no row. A value that was not measured is never -1, 0 or NaN.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -133,12 +134,26 @@ def read_samples(path: Path) -> list[Sample]:
         return []
     samples: dict[SampleKey, Sample] = {}
     for number, row in _objects(path):
+        if row.keys() >= _CHECKED and not _is_sound(row):
+            raise EvalError(
+                f"rows: {path} line {number} holds values that no sample can have; remove the line to measure it again"
+            )
         try:
             sample = Sample(**row)
         except TypeError as error:
             raise EvalError(f"rows: {path} line {number} is not a sample: {error}") from error
         samples.setdefault(sample.key(), sample)
     return list(samples.values())
+
+
+_CHECKED = {"fingerprint", "task", "unit", "data_hash", "length", "value", "weight"}
+
+
+def _is_sound(row: dict[str, Any]) -> bool:
+    """Whether what a sample is told by, and counted with, is text and finite numbers."""
+    texts = all(isinstance(row[name], str) for name in ("fingerprint", "task", "unit", "data_hash"))
+    numbers = all(isinstance(row[n], int | float) and math.isfinite(row[n]) for n in ("length", "value", "weight"))
+    return texts and numbers and row["weight"] > 0
 
 
 def read_cells(path: Path) -> list[Cell]:

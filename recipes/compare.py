@@ -322,8 +322,10 @@ def _write_run(setting: Setting, earlier: Sequence[dict[str, object]], leg: dict
 def _earlier_legs(path: Path) -> list[dict[str, object]]:
     """Return the legs of a run that goes on: what was measured before, by which commit, in how many seconds."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["legs"]
+        legs = json.loads(path.read_text(encoding="utf-8"))["legs"]
+        _ = math.fsum(leg["seconds"] for leg in legs)  # raises where a leg is none
     except FileNotFoundError:
         return []
-    except (json.JSONDecodeError, KeyError, OSError) as error:
-        raise EvalError(f"rows: {path} is not a run's record: {error}") from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise EvalError(f"rows: {path} is not a run's record ({error}); remove it to go on without it") from error
+    return legs

@@ -30,7 +30,7 @@ def read_recipe(path: Path) -> dict[str, object]:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # besides bad syntax: an impossible date or nesting
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise RecipeError(f"recipe: {path}{where} is not YAML: {getattr(error, 'problem', error)}") from error

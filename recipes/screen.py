@@ -1,15 +1,19 @@
 """A comparison as a person runs it: a progress bar with an estimate, the table, the files, one JSON document."""
 
 import dataclasses
+import os
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from recipes.compare import Comparison, run_compare
+from recipes.load import RecipeError
 from recipes.present import table, write_pictures, write_report
 from recipes.schema import CompareRecipe
-from recipes.setting import prepare, total_cost
+from recipes.setting import Setting, prepare, total_cost
 
 
 class StoppedError(Exception):
@@ -24,6 +28,34 @@ def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool) 
         StoppedError: interrupted from the keyboard; what was measured is on disk.
     """
     setting = prepare(recipe, out, resume=resume)
+    again = f"go on with: rope-ext compare --resume --out {setting.out}"
+    with ExitStack() as stack:
+        _lock(setting.out, stack)
+        try:
+            comparison = _run_under_bar(setting)
+            write_report(comparison, write_pictures(comparison))
+        except KeyboardInterrupt:
+            raise StoppedError(f"stopped; {again}") from None
+        except OSError as error:
+            raise RecipeError(f"out: {setting.out} cannot be written: {error.strerror or error}; {again}") from error
+    return comparison
+
+
+def _lock(folder: Path, stack: ExitStack) -> None:
+    """Keep a second process out of the run's folder; the lock goes with the process, however that ends."""
+    if sys.platform == "win32":
+        return  # folders cannot be locked there; two runs in one folder then measure twice, and the cells stay right
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    stack.callback(os.close, handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RecipeError(f"out: another run is writing {folder}; wait for it, or name another folder") from None
+
+
+def _run_under_bar(setting: Setting) -> Comparison:
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -32,19 +64,14 @@ def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool) 
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    try:
-        # One forward of a real model takes minutes; rich's default would have forgotten it before the next.
-        with Progress(*columns, console=Console(stderr=True), speed_estimate_period=24 * 3600.0) as progress:
-            bar = progress.add_task("compare", total=total_cost(setting))
+    # One forward of a real model takes minutes; rich's default would have forgotten it before the next.
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=24 * 3600.0) as progress:
+        bar = progress.add_task("compare", total=total_cost(setting))
 
-            def advance(cost: float, what: str) -> None:
-                progress.update(bar, advance=cost, description=what)
+        def advance(cost: float, what: str) -> None:
+            progress.update(bar, advance=cost, description=what)
 
-            comparison = run_compare(setting, advance=advance)
-    except KeyboardInterrupt:
-        raise StoppedError(f"stopped; go on with: rope-ext compare --resume --out {setting.out}") from None
-    write_report(comparison, write_pictures(comparison))
-    return comparison
+        return run_compare(setting, advance=advance)
 
 
 def show(comparison: Comparison) -> None:

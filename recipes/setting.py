@@ -16,6 +16,7 @@ from recipes.load import RecipeError, make_recipe, read_recipe, write_recipe
 from recipes.schema import CompareRecipe
 from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import load_model, read_geometry, resolve_context
+from rope_ext.patch import extend
 from rope_ext.plan import Method
 from rope_ext.registry import parse_method
 
@@ -51,7 +52,7 @@ def prepare(recipe: CompareRecipe, out: Path | None, *, resume: bool = False) ->
     context = resolve_context(geometry, context=recipe.context, factor=factor)
     lengths = recipe.lengths or default_lengths(geometry.original_context, context)
     for method in methods:
-        method.plan(geometry, context=context, seq_len=context)  # refuses here what it would refuse on the model
+        extend(model, method, context=context, base=recipe.base).undo()  # refuses now what it would refuse in between
     recipe = replace(
         recipe,
         context=context,
@@ -113,12 +114,14 @@ def default_lengths(original: int, context: int) -> tuple[int, ...]:
 
 def _absolute(name: str) -> str:
     """Return a path that exists in absolute form, so that the run's own recipe means the same from any folder."""
-    known = {"tiny", "smollm2", "python", "python-all"}
+    known = {"", "tiny", "smollm2", "python", "python-all"}
     # os.path.exists is False where Path.exists raises: for a name too long to be one
     return str(Path(name).absolute()) if name not in known and os.path.exists(name) else name  # noqa: PTH110
 
 
 def _documents(data: str) -> list[corpora.Document]:
+    if not data:
+        raise RecipeError("data: the name is empty; give python, python-all, a text file, JSONL, or a folder of them")
     if data == "python":
         return corpora.python_sources("held-out")
     return corpora.python_sources("all") if data == "python-all" else corpora.read_documents(Path(data))

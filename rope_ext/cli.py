@@ -1,6 +1,7 @@
 """The `rope-ext` command: parses words, calls recipes, prints. Heavy imports wait until a command runs."""
 
 import dataclasses
+import io
 import json
 import logging
 import sys
@@ -42,6 +43,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON documen
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without a character shows another one, not an error
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()
 
 
@@ -75,6 +79,12 @@ def _one_line_errors() -> Generator[None]:
         if _debug:
             traceback.print_exc()
         _refuse(str(error))
+    except UnicodeError as error:
+        _refuse(f"a name that is not UTF-8 cannot be used: {ascii(getattr(error, 'object', error))[:200]}")
+    except OSError as error:
+        if _debug:
+            traceback.print_exc()
+        _refuse(f"{error.filename or 'output'}: {error.strerror or error}")
 
 
 def _refuse(message: str) -> NoReturn:
@@ -99,6 +109,11 @@ def _print_json(value: object) -> None:
 @app.command()
 def methods(as_json: JsonOption = False) -> None:
     """List the methods: what each changes, its hyper-parameters, and where it was published."""
+    with _one_line_errors():
+        _list_methods(as_json=as_json)
+
+
+def _list_methods(*, as_json: bool) -> None:
     from rope_ext.registry import known_methods
 
     rows = [
@@ -247,7 +262,7 @@ def compare(
             if key in asked:
                 section = values.get(key)
                 asked[key] = {**(section if isinstance(section, dict) else {}), field: asked[key]}
-        _compare(make_recipe(values | asked, where=str(source or "compare")), out, resume=False, as_json=as_json)
+        _compare(make_recipe(values | asked, where=str(recipe or "compare")), out, resume=False, as_json=as_json)
 
 
 def _methods(text: str | None) -> list[str] | None:

@@ -8,12 +8,14 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext.errors import ExportError
 from rope_ext.hf import frequencies_agree, stock_frequencies
 from rope_ext.patch import active_patch_table
 from rope_ext.plan import hyperparameters
+from rope_ext.tables import ExtendedRotaryEmbedding
 
 RECORD = "rope_ext.json"
 
@@ -40,37 +42,53 @@ def save_extended(
             "export: the model is not extended; call extend() first, or save_pretrained() for a plain copy"
         )
     target = check_target(directory)
+    if any(p.is_meta for p in model.parameters()):
+        raise ExportError("export: the weights are on the meta device; load them first")
     try:
+        # Written aside and moved when whole, so that a killed export leaves no half checkpoint. An empty directory is
+        # filled from within: it may be a mount point, or somebody's working directory.
+        inside = target.is_dir()
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside the target and renamed when whole, so that a killed export leaves no half checkpoint there.
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target if inside else target.parent))
         partial.chmod(0o755)
     except OSError as error:
         raise ExportError(f"export: {target} cannot be written: {error.strerror}") from error
     try:
-        model.save_pretrained(partial)
-        _write_legacy_keys(partial / "config.json")
-        if tokenizer is not None:
-            _save_tokenizer(tokenizer, partial, table.context)
-        record = {
-            "method": table.method.name,
-            "hyperparameters": dict(hyperparameters(table.method)),
-            "context": table.context,
-            "original_context": table.geometry.original_context,
-            "attention_scale": table.plan.attention_scale,
-            "inv_freq": table.plan.inv_freq.tolist(),
-        }
-        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        _write(model, partial, tokenizer, table)
         _check_stock_reads_alike(partial, table.plan.inv_freq, table.plan.attention_scale, table.context)
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except OSError as error:
-        raise ExportError(f"export: {target} cannot be written: {error.strerror or error}") from error
+        if inside:
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # that one last
+                path.rename(target / path.name)
+        else:
+            partial.rename(target)
+    except (OSError, SafetensorError, ValueError) as error:  # a full disk; a generation config that does not validate
+        reason = " ".join(str(error).split())
+        raise ExportError(f"export: {target} cannot be written: {reason[:300]}") from error
     finally:
         if partial.exists():
             shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _write(
+    model: PreTrainedModel,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    table: ExtendedRotaryEmbedding,
+) -> None:
+    model.save_pretrained(directory)
+    _write_legacy_keys(directory / "config.json")
+    if tokenizer is not None:
+        _save_tokenizer(tokenizer, directory, table.context)
+    record = {
+        "method": table.method.name,
+        "hyperparameters": dict(hyperparameters(table.method)),
+        "context": table.context,
+        "original_context": table.geometry.original_context,
+        "attention_scale": table.plan.attention_scale,
+        "inv_freq": table.plan.inv_freq.tolist(),
+    }
+    (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def check_target(directory: str | os.PathLike[str]) -> Path:
@@ -81,7 +99,8 @@ def check_target(directory: str | os.PathLike[str]) -> Path:
     """
     target = Path(directory).absolute()
     try:
-        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+        taken = target.is_symlink() and not target.exists()  # it points nowhere
+        taken = taken or (target.exists() and (not target.is_dir() or any(target.iterdir())))
     except OSError as error:  # a name too long, a folder that may not be read
         raise ExportError(f"export: {str(target)[:200]} cannot be written: {error.strerror}") from error
     if taken:

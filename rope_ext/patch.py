@@ -104,6 +104,8 @@ class Patch:
     @property
     def fingerprint(self) -> Fingerprint:
         """What is in effect, hashed: method, frequencies, dtype, attention implementation, weights."""
+        if any(p.is_meta for p in self.model.parameters()):
+            raise PatchError("fingerprint: the weights are on the meta device, so there is nothing to tell them by")
         config = self.model.config
         slopes = self.plan.alibi_slopes
         return Fingerprint(
@@ -192,7 +194,7 @@ class Patch:
                 position_ids=torch.tensor([[0, self.context - 1]], device=device),
                 attention_mask=torch.ones(1, 2, dtype=torch.long, device=device),
                 use_cache=False,
-            ).logits
+            )[0]  # logits, or the hidden states of a model without a head
         finally:
             handle.remove()
             for module, training in modes.items():
@@ -238,7 +240,7 @@ def extend(
         MethodError: the method cannot be laid over this checkpoint, or depends on the current length.
         PatchError: the patch did not take effect; the model is left as it was.
     """
-    if not isinstance(method, Method):
+    if isinstance(method, type) or not isinstance(method, Method):
         raise MethodError(f"method: {method!r} is not a method; pass an instance, as Yarn() or method('yarn')")
     _refuse_unpatchable(model)
     site = find_rotary_site(model)
@@ -310,6 +312,8 @@ def active_patch_table(model: PreTrainedModel) -> ExtendedRotaryEmbedding | None
 
 
 def _refuse_unpatchable(model: PreTrainedModel) -> None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ModelError(f"model: {type(model).__name__} is not a Hugging Face model; load one, as with load_model()")
     # torch has no public test for either form of compilation
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):  # noqa: SLF001
         raise ModelError(

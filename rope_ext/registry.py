@@ -39,6 +39,8 @@ def method(name: str, /, **values: object) -> Method:
         MethodError: no such method, no such hyper-parameter, or a value out of its range.
     """
     known = known_methods()
+    if not isinstance(name, str):
+        raise MethodError(f"method: {name!r} is not a name; known: {', '.join(known)}")
     if name not in known:
         raise MethodError(f"method: {name!r} is not a method{nearest(name, known)} known: {', '.join(known)}")
     cls = known[name]

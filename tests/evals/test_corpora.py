@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from evals.corpora import Document, bos_id, encode, hash_ids, is_held_out, python_sources, read_documents, tokenise
@@ -47,6 +49,9 @@ def test_text_jsonl_and_folders(tmp_path):
         ("bad.jsonl", b'{"text": "x"}\n{"text": \n', "line 2 is not JSON"),
         ("keys.jsonl", b'{"body": "x"}\n', 'line 1 has no "text"'),
         ("list.jsonl", b"[1]\n", 'line 1 has no "text"'),
+        ("half.jsonl", b'{"text": "\\ud800"}\n', "line 1 holds half a surrogate pair"),
+        ("deep.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+        ("digits.jsonl", b'{"n": ' + b"1" * 5000 + b"}", "line 1 is not JSON"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, words):
@@ -54,6 +59,12 @@ def test_bad_files_are_named(tmp_path, name, content, words):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(EvalError, match=words):
         read_documents(tmp_path / name)
+
+
+def test_file_names_that_are_not_utf8(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("text")
+    with pytest.raises(EvalError, match="a name that is not UTF-8; rename it"):
+        read_documents(tmp_path)
 
 
 def documents(*lengths):

@@ -85,6 +85,16 @@ def test_a_number_that_is_not_finite_never_reaches_the_disk(tmp_path, value):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize(
+    "change", [{"value": "x"}, {"unit": [1]}, {"value": float("nan")}, {"value": None}, {"weight": 0}]
+)
+def test_damaged_values_are_named_not_counted(tmp_path, change):
+    row = dataclasses.asdict(SAMPLE) | change
+    (tmp_path / "s").write_text(json.dumps(dataclasses.asdict(SAMPLE)) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(EvalError, match="line 2 holds values that no sample can have; remove the line"):
+        read_samples(tmp_path / "s")
+
+
 def test_another_file_is_not_taken_for_rows(tmp_path):
     (tmp_path / "s").write_text('{"a": 1}\n')
     with pytest.raises(EvalError, match="line 1 is not a sample"):

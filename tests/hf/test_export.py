@@ -120,6 +120,33 @@ def test_an_empty_directory_is_fine_and_neighbours_are_left_alone(llama, tmp_pat
     assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "mine"
 
 
+def test_an_existing_directory_is_filled_in_place(llama, tmp_path):
+    """It may be a mount point or somebody's working directory: it must stay the directory it was."""
+    (tmp_path / "out").mkdir()
+    before = (tmp_path / "out").stat().st_ino
+    with extend(llama, Yarn(), factor=4):
+        path = save_extended(llama, tmp_path / "out")
+    assert (tmp_path / "out").stat().st_ino == before
+    assert sorted(p.name for p in path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "rope_ext.json",
+    ]
+
+
+def test_links_to_nowhere_and_settings_that_do_not_validate(llama, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with extend(llama, Yarn(), factor=4):
+        with pytest.raises(ExportError, match="not an empty directory"):
+            save_extended(llama, tmp_path / "link")
+        llama.generation_config.temperature = 0.5
+        llama.generation_config.do_sample = False
+        with pytest.raises(ExportError, match="cannot be written"):
+            save_extended(llama, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["link"]
+
+
 def test_an_unwritable_place(llama, tmp_path):
     (tmp_path / "file").write_text("x")
     with extend(llama, Yarn(), factor=4), pytest.raises(ExportError, match="cannot be written"):

@@ -37,7 +37,7 @@ def test_tiny_is_fp32_on_a_cpu_and_in_evaluation_mode():
         ("./missing", "does not exist"),
         ("/missing/model", "does not exist"),
         ("a/b/c", "does not exist"),
-        ("", "holds no config.json"),
+        ("", "the name is empty"),
         ("~nobody/x", "does not exist"),
         ("x" * 300, "no usable name"),
     ],
@@ -62,6 +62,24 @@ def test_broken_checkpoints(tmp_path):
     config.write_text("{")
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"num_attention_heads": 4', '"num_attention_heads": 0'),
+        ('"rope_theta": 10000.0', '"rope_theta": null'),
+        ('"dtype": "float32"', '"dtype": "float99"'),
+    ],
+)
+def test_malformed_configurations(tmp_path, old, new):
+    random_llama().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    assert old in config.read_text()
+    config.write_text(config.read_text().replace(old, new))
+    with pytest.raises(ModelError, match=r"malformed|cannot be loaded"):
+        read_geometry(load_model(str(tmp_path))[0].config)
 
 
 def test_missing_weights_are_not_filled_at_random(tmp_path):

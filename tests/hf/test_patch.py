@@ -18,6 +18,7 @@ from transformers import (
 
 from rope_ext import (
     ContextError,
+    ExportError,
     Linear,
     Llama3,
     MethodError,
@@ -209,9 +210,12 @@ def test_frequency_key_of_a_static_method_is_one_constant(llama):
     [
         ({}, "neither came"),
         ({"context": 128, "factor": 2}, "both context=128 and factor=2"),
-        ({"factor": 0.5}, "factor: 0.5 would shrink"),
+        ({"factor": 0.5}, "factor: 0.5 would not stretch 64 tokens"),
         ({"factor": float("nan")}, "factor: nan"),
         ({"factor": float("inf")}, "factor: inf"),
+        ({"factor": 1e308}, "context: more than 2147483647 tokens"),
+        ({"factor": "2"}, "factor: '2' would not stretch"),
+        ({"context": 10**400}, "context: more than 2147483647 tokens"),
         ({"context": WINDOW - 1}, "context: 63 is below the original window of 64"),
     ],
 )
@@ -431,9 +435,31 @@ def test_numpy_integers_are_whole_numbers(llama):
         assert type(llama.config.max_position_embeddings) is int
 
 
-def test_a_name_is_not_a_method(llama):
+@pytest.mark.parametrize("what", ["yarn", Yarn, None])
+def test_names_and_classes_are_not_methods(llama, what):
     with pytest.raises(MethodError, match=r"pass an instance, as Yarn\(\)"):
-        extend(llama, "yarn", factor=2)
+        extend(llama, what, factor=2)
+
+
+def test_what_is_no_model():
+    with pytest.raises(ModelError, match="NoneType is not a Hugging Face model"):
+        extend(None, Yarn(), factor=2)
+
+
+def test_a_model_without_a_head(llama, ids):
+    with extend(llama, Yarn(), factor=4):
+        whole = llama.model(input_ids=ids).last_hidden_state
+    with extend(llama.model, Yarn(), factor=4):
+        assert torch.equal(llama.model(input_ids=ids).last_hidden_state, whole)
+
+
+def test_a_patched_model_moved_to_meta(llama):
+    with extend(llama, Yarn(), factor=4) as patch:
+        llama.to("meta")
+        with pytest.raises(PatchError, match="meta device"):
+            _ = patch.fingerprint
+        with pytest.raises(ExportError, match="meta device"):
+            save_extended(llama, "nowhere")
 
 
 def test_a_failure_while_patching_leaves_nothing_behind(llama, ids, monkeypatch):

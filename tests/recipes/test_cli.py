@@ -1,5 +1,7 @@
 """The command as a user types it: exit codes, one line for bad input, JSON on stdout alone."""
 
+import errno
+import fcntl
 import json
 import math
 import os
@@ -202,8 +204,9 @@ def test_failed_cells_exit_three(checkpoint, data, tmp_path, monkeypatch):
         (["compare", "--model", "tinny"], "'tinny' does not exist; did you mean 'tiny'?"),
         (["compare", "--model", "./no/such/dir"], "'./no/such/dir' does not exist"),
         (["compare", "--base", "middle"], "base: 'middle' is refused"),
+        (["compare", "--context", "0"], "compare: context: 0 is refused"),
         (["inspect", "tinny"], "did you mean 'tiny'?"),
-        (["inspect", "tiny", "--method", "yarn", "--factor", "0.5"], "factor: 0.5 would shrink"),
+        (["inspect", "tiny", "--method", "yarn", "--factor", "0.5"], "factor: 0.5 would not stretch 256 tokens"),
         (["inspect", "tiny", "--context", "100"], "context: 100 is below the original window of 256"),
         (["inspect", "tiny", "--context", "512", "--factor", "2"], "both context=512 and factor=2.0"),
         (["inspect", "tiny", "--base", "middle"], "base: 'middle' is neither original nor checkpoint"),
@@ -226,6 +229,43 @@ def test_a_file_in_the_way(tmp_path, checkpoint, data):
     assert "holds no config.json" in refused("inspect", tmp_path / "d")
     (tmp_path / "d" / "config.json").write_text("{")
     assert "cannot be loaded" in refused("inspect", tmp_path / "d")
+
+
+def test_a_second_run_in_the_same_folder_is_refused(checkpoint, data, tmp_path):
+    words = compare_words(checkpoint, data)
+    assert rope_ext(*words, "--out", tmp_path / "run").exit_code == 0
+    handle = os.open(tmp_path / "run", os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert "another run is writing" in refused("compare", "--resume", "--out", tmp_path / "run")
+    finally:
+        os.close(handle)
+    assert rope_ext("compare", "--resume", "--out", tmp_path / "run").exit_code == 0
+
+
+def test_a_full_disk_is_one_line_that_says_how_to_go_on(checkpoint, data, tmp_path, monkeypatch):
+    def full(_path, _rows):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("recipes.compare.rows.append", full)
+    result = rope_ext(*compare_words(checkpoint, data), "--out", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "No space left on device; go on with: rope-ext compare --resume" in result.stderr
+
+
+def test_a_folder_in_place_of_a_file(checkpoint, data, tmp_path):
+    assert rope_ext(*compare_words(checkpoint, data), "--out", tmp_path / "run").exit_code == 0
+    (tmp_path / "run" / "report.md").unlink()
+    (tmp_path / "run" / "report.md").mkdir()
+    result = rope_ext("compare", "--resume", "--out", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "Is a directory" in result.stderr
+
+
+def test_any_terminal_encoding_will_do():
+    for words in (["methods"], ["inspect", "tiny"]):
+        command = [sys.executable, "-m", "rope_ext.cli", *words]
+        subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True)
 
 
 def test_debug_shows_the_traceback():

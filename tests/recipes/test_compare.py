@@ -164,6 +164,15 @@ def test_a_batch_torn_in_the_middle_is_completed_without_repetitions(recipe, tmp
     assert sorted(path.read_text().splitlines(keepends=True)) == sorted(lines)
 
 
+@pytest.mark.parametrize("text", ["[]", '{"legs": 5}', '{"legs": [{}]}', "\udcff"])
+def test_a_damaged_record_is_named_before_anything_is_measured(recipe, tmp_path, text, monkeypatch):
+    run(recipe, tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr(compare, "prefix_nll", lambda *_args, **_kwargs: pytest.fail("measured"))
+    with pytest.raises(EvalError, match="is not a run's record"):
+        run(recipe, tmp_path / "run", resume=True)
+
+
 def test_a_failing_cell_is_recorded_and_the_rest_goes_on(recipe, tmp_path, monkeypatch):
     real = compare.passkey.score_prompts
 
@@ -254,6 +263,9 @@ def test_context_defaults_to_four_times_the_original(recipe, tmp_path):
         ({"data": "/nowhere/at/all"}, EvalError, "does not exist"),
         ({"model": "/nowhere/at/all"}, ModelError, "does not exist"),
         ({"perplexity": {"documents": 50}}, EvalError, "4 documents of at least 1024 tokens, 50 asked"),
+        ({"context": 10**20}, ContextError, "more than 2147483647 tokens"),
+        ({"data": ""}, RecipeError, "the name is empty"),
+        ({"model": ""}, ModelError, "the name is empty"),
         ({"data": "~nobody/x"}, EvalError, "does not exist"),
         ({"data": "x" * 300}, EvalError, "no usable name"),
         ({"base": "checkpoint"}, ModelError, "has no effect"),

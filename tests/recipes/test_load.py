@@ -59,7 +59,14 @@ def test_unknown_methods_keep_their_own_message():
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "cannot be read"), ("a: [", "line 1 is not YAML"), ("- a\n", "not a mapping"), ("", "not a mapping")],
+    [
+        (None, "cannot be read"),
+        ("a: [", "line 1 is not YAML"),
+        ("- a\n", "not a mapping"),
+        ("", "not a mapping"),
+        ("when: 2020-13-45", "is not YAML"),
+        ("[" * 3000, "is not YAML"),
+    ],
 )
 def test_bad_files_are_named(tmp_path, content, words):
     path = Path(tmp_path) / "r.yaml"

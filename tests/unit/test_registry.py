@@ -67,6 +67,12 @@ def test_bad_spellings_are_refused(text, words):
         parse_method(text)
 
 
+@pytest.mark.parametrize("name", [None, 5])
+def test_a_name_is_text(name):
+    with pytest.raises(MethodError, match="is not a name"):
+        method(name)
+
+
 @pytest.mark.parametrize("text", ["", ",", "  "])
 def test_an_empty_list_is_refused(text):
     with pytest.raises(MethodError, match="names none"):
