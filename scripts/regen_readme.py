@@ -47,7 +47,7 @@ def results_table(name: str) -> str:
         if not at:
             continue
         n = next(iter(at.values())).n
-        unit = "documents" if task == "perplexity" else "trials a cell"
+        unit = "documents" if task == "perplexity" else "trials a length"
         head = [f"{what} ({n} {unit})", *(f"L = {length:,}" for length in lengths)]
         if task == "passkey":
             head.append("effective length")
@@ -61,11 +61,12 @@ def results_table(name: str) -> str:
                 row.append(str(reached or f"below {lengths[0]}"))
             parts.append(f"| {label} | " + " | ".join(row) + " |")
         parts.append("")
-    leg, minutes = run["legs"][-1], sum(each["seconds"] for each in run["legs"]) / 60
+    leg, seconds = run["legs"][-1], sum(each["seconds"] for each in run["legs"])
+    took = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     parts.append(
         f"95 % intervals in brackets (documents resampled; Wilson for passkey). Commit `{leg['commit']}`, "
         f"{leg['machine']}, "
-        f"torch {leg['versions']['torch']}, transformers {leg['versions']['transformers']}, {minutes:.0f} minutes."
+        f"torch {leg['versions']['torch']}, transformers {leg['versions']['transformers']}, {took} of computing."
     )
     return "\n".join(parts)
 
