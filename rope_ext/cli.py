@@ -131,7 +131,7 @@ def _list_methods(*, as_json: bool) -> None:
         return
     view = Table(title="Methods (write NAME or NAME:key=value:key=value)")
     for column in ("name", "changes", "hyper-parameters", "fine-tuning", "source"):
-        view.add_column(column, no_wrap=column in {"name", "hyper-parameters"})
+        view.add_column(column, no_wrap=column in {"name", "hyper-parameters"}, overflow="fold")
     for row in rows:
         values = row["hyperparameters"]
         assert isinstance(values, dict)

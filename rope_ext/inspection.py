@@ -3,7 +3,10 @@
 import math
 from dataclasses import dataclass
 
+from jaxtyping import Bool
+from rich import box
 from rich.table import Table
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from rope_ext.geometry import RopeGeometry
@@ -47,7 +50,20 @@ class Inspection:
             "new_inv_freq": self.plan.inv_freq.tolist(),
             "wavelengths": [w if math.isfinite(w) else None for w in geometry.wavelengths.tolist()],
             "rotations": geometry.rotations.tolist(),
+            "longer_than_window": (geometry.rotations < 1).tolist(),
+            "unseen_angles": self.unseen_angles.tolist(),
         }
+
+    @property
+    def unseen_angles(self) -> Bool[Tensor, " pairs"]:
+        """Which pairs meet angles at `context` tokens that training never showed, shape (head_dim/2,).
+
+        A pair that turned fully inside the original window has seen every angle. A slower one has seen the part of a
+        turn up to the end of that window, and meets new ones as soon as it goes further.
+        """
+        trained = self.geometry.rotations
+        reached = self.plan.inv_freq.double() * self.context / (2 * math.pi)
+        return (trained < 1) & (reached > trained * (1 + 1e-6))
 
     def summary(self) -> str:
         """Return two lines: the geometry, and the stretch with its costs."""
@@ -60,18 +76,21 @@ class Inspection:
         )
 
     def table(self) -> Table:
-        """Return one row a pair: wavelengths and turns before, wavelength after, and what was done."""
-        view = Table(title="pair by pair, fastest first")
-        for column in ("pair", "wavelength", "turns in window", "new wavelength", "frequency x"):
+        """Return one row a pair: wavelengths and turns before, wavelength after, what was done, what is new to it."""
+        view = Table(title="pair by pair, fastest first", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        for column in ("pair", "wavelength", "turns in\nwindow", "new wave-\nlength", "frequency\ntimes"):
             view.add_column(column, justify="right")
-        view.add_column("what happens", no_wrap=True)
+        view.add_column("what\nhappens", no_wrap=True)
+        view.add_column(f"angles at\n{self.context}", no_wrap=True)
+        unseen = self.unseen_angles.tolist()
         old, new = self.geometry.inv_freq.double(), self.plan.inv_freq.double()
         ratios = (new / old).nan_to_num(1.0).tolist()
         columns = (self.geometry.wavelengths, self.geometry.rotations, 2 * math.pi / new)
         for pair, (wavelength, turns, after) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
             ratio = ratios[pair]
             numbers = (f"{wavelength:.4g}", f"{turns:.3g}", f"{after:.4g}", f"{ratio:.4f}")
-            view.add_row(str(pair), *numbers, _verdict(ratio, self.factor))
+            seen = "unseen ones" if unseen[pair] else "all seen"
+            view.add_row(str(pair), *numbers, _verdict(ratio, self.factor), seen)
         return view
 
 
@@ -108,7 +127,7 @@ def _verdict(ratio: float, factor: float) -> str:
         return "untouched"
     if abs(ratio * factor - 1) < 1e-6:
         return "divided"
-    return "blended" if ratio > 1 / factor else "beyond the factor"
+    return "blended" if ratio > 1 / factor else "more than divided"
 
 
 def _bytes(size: float) -> str:

@@ -61,6 +61,7 @@ def test_methods_lists_the_registry():
     assert next(r for r in rows if r["name"] == "yarn")["hyperparameters"]["beta_fast"] == 32
     shown = rope_ext("methods").stdout
     assert all(name in shown for name in known_methods())
+    assert "\u2026" not in shown, "nothing is cropped at 80 columns"
 
 
 def test_inspect_json(checkpoint):
@@ -69,6 +70,12 @@ def test_inspect_json(checkpoint):
     assert got["context"] == 2048
     assert got["new_inv_freq"] == pytest.approx([f / 4 for f in got["inv_freq"]])
     assert got["wavelengths"] == pytest.approx([2 * math.pi / f for f in got["inv_freq"]])
+    # window 512, theta 1e4, head_dim 16: the last four pairs turn less than once, and linear brings nothing new
+    assert got["longer_than_window"] == [w > 512 for w in got["wavelengths"]]
+    assert got["unseen_angles"] == [False] * 8
+    unscaled = document("inspect", checkpoint, "--factor", "4", "--json")
+    assert unscaled["unseen_angles"] == got["longer_than_window"]
+    assert sum(unscaled["unseen_angles"]) == 4
     # keys and values, 2 layers, 2 KV heads, 16 dimensions, 2 bytes, 2048 tokens
     assert got["kv_cache_bytes"] == 2 * 2 * 2 * 16 * 2 * 2048
     assert got["attention_scale"] == 1
@@ -80,6 +87,9 @@ def test_inspect_table(checkpoint):
     assert "divided" in shown
     assert "blended" in shown
     assert "1 MiB" in shown
+    assert "all seen" in shown
+    assert "\u2026" not in shown, "nothing is cropped at 80 columns"
+    assert "unseen ones" in rope_ext("inspect", checkpoint, "--context", "4096").stdout
     plain = rope_ext("inspect", checkpoint).stdout
     assert "factor 1" in plain
 
