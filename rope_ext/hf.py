@@ -223,6 +223,10 @@ def load_model(
             f"model: {name!r} lacks {len(absent)} of its weights or has them in another shape ({absent[0]}, ...); "
             "transformers would fill them at random: repair the checkpoint"
         )
+    quantizer = getattr(model, "hf_quantizer", None)
+    if gguf and quantizer is not None:
+        # The weights were dequantised on loading; what is left is a mark that makes save_pretrained refuse them.
+        quantizer.remove_quantization_config(model)
     model.config.name_or_path = name
     cast("nn.Module", model).to(device).eval()
     return model, cast("PreTrainedTokenizerBase", tokenizer)

