@@ -62,11 +62,6 @@ def trial_key(seed: int, length: int, depth: float, trial: int) -> str:
     return str(low + int.from_bytes(digest[:8], "big") % (9 * low))
 
 
-def template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the tokens of a prompt without filler, answer included: the shortest length that can be asked."""
-    return len(build_prompt(tokenizer, length=None, depth=0.0, trial=0, key="9" * KEY_DIGITS).ids)
-
-
 def build_prompt(
     tokenizer: PreTrainedTokenizerBase,
     *,

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evals import passkey
-from evals.corpora import bos_id, encode
+from evals.corpora import bos_id
 from evals.errors import EvalError
 from rope_ext import load_model
 from tests.conftest import random_llama
@@ -34,15 +34,8 @@ def test_prompts_are_exact(name, length, depth, trial):
     needle = tokenizer.decode(list(prompt.ids[prompt.needle_start : prompt.needle_end]))
     assert needle == passkey.NEEDLE.format(key=key)
     assert tokenizer.decode(list(prompt.ids[-prompt.num_answer :])) == f" {key}"
-    filler = length - passkey.template_tokens(tokenizer) + _shorter(tokenizer, key)
-    assert abs(prompt.actual_depth - depth) <= 0.5 / filler
-
-
-def _shorter(tokenizer, key):
-    """How many tokens this key's template saves over the longest key's, where digits merge."""
-    texts = [passkey.NEEDLE + passkey.ANSWER, (passkey.NEEDLE + passkey.ANSWER)]
-    long, short = (len(encode(tokenizer, t.format(key=k))) for t, k in zip(texts, ("99999", key), strict=True))
-    return long - short
+    bare = passkey.build_prompt(tokenizer, length=None, depth=depth, trial=trial, key=key)
+    assert abs(prompt.actual_depth - depth) <= 0.5 / (length - bare.length)
 
 
 def test_depths_zero_and_one_touch_the_ends(tokenizer):
@@ -65,7 +58,7 @@ def test_trials_are_a_function_of_their_coordinates(tokenizer):
 
 
 def test_the_shortest_length_is_told(tokenizer):
-    least = passkey.template_tokens(tokenizer)
+    least = passkey.build_prompt(tokenizer, length=None, depth=0.5, trial=0, key="12345").length
     assert len(passkey.build_prompt(tokenizer, length=least, depth=0.5, trial=0, key="12345").ids) == least
     with pytest.raises(EvalError, match=f"length {least - 1} is shorter than the template.*at least {least} tokens"):
         passkey.build_prompt(tokenizer, length=least - 1, depth=0.5, trial=0, key="12345")
