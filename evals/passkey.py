@@ -9,8 +9,9 @@ length asked for is the length measured, the key always has five digits, and the
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch.nn import functional as F
@@ -137,12 +138,24 @@ def build_trials(
     ]
 
 
+def answer_lengths(prompt: PasskeyPrompt) -> range:
+    """Return how many tokens the model has before it when it writes each id of the answer."""
+    return range(prompt.length - prompt.num_answer, prompt.length)
+
+
 @torch.inference_mode()
-def score_prompts(model: PreTrainedModel, prompts: Sequence[PasskeyPrompt]) -> list[PasskeyScore]:
-    """Return one score per prompt, from one forward over all of them: greedy match iff every answer id is the argmax.
+def score_prompts(
+    model: PreTrainedModel, prompts: Sequence[PasskeyPrompt], *, frequency_key: Callable[[int], Hashable]
+) -> list[PasskeyScore]:
+    """Return one score per prompt, from forwards over all of them: greedy match iff every answer id is the argmax.
 
     Prompts must agree in length, so no padding exists, and in answer length. The last prompt token and the answer
-    less its last id predict the answer; only those positions reach the output head.
+    less its last id predict the answer; only those positions reach the output head. One forward serves them all if
+    the frequencies of their lengths are the same; otherwise each length that greedy decoding would pass through with
+    frequencies of its own is run by itself.
+
+    Args:
+        frequency_key: what the frequencies depend on at a length in tokens; a constant for an ordinary model.
 
     Raises:
         EvalError: prompts of unequal lengths, or logits that are not finite.
@@ -151,8 +164,13 @@ def score_prompts(model: PreTrainedModel, prompts: Sequence[PasskeyPrompt]) -> l
         raise EvalError("passkey: one call scores prompts of one length and one answer length; group them first")
     num_answer = prompts[0].num_answer
     ids = torch.tensor([prompt.ids for prompt in prompts], device=model.device)
-    # A copy: slicing alone would keep the logits of every position alive on models that ignore logits_to_keep.
-    logits = model(input_ids=ids[:, :-1], logits_to_keep=num_answer, use_cache=False).logits[:, -num_answer:].float()
+    parts: list[torch.Tensor] = []
+    for _, group in groupby(answer_lengths(prompts[0]), key=frequency_key):
+        lengths = list(group)
+        out = model(input_ids=ids[:, : lengths[-1]], logits_to_keep=len(lengths), use_cache=False)
+        # A copy: slicing alone would keep the logits of every position alive on models that ignore logits_to_keep.
+        parts.append(out.logits[:, -len(lengths) :].float())
+    logits = torch.cat(parts, dim=1)
     if not torch.isfinite(logits).all():
         raise EvalError("passkey: the model returned logits that are not finite")
     answers = ids[:, -num_answer:]

@@ -17,9 +17,9 @@ from evals.perplexity import PROTOCOL, prefix_nll
 from evals.rows import SampleKey
 from recipes.environment import commit, machine, versions
 from recipes.schema import CompareRecipe
-from recipes.setting import Setting, forward_cost
+from recipes.setting import Setting, document_cost, prompt_cost
 from rope_ext.patch import Fingerprint, Patch, extend
-from rope_ext.plan import Method, hyperparameters
+from rope_ext.plan import Method, hyperparameters, label
 
 TOKENS_PER_FORWARD = 16_384
 SAMPLES, CELLS, RUN = "samples.jsonl", "cells.jsonl", "run.json"
@@ -68,7 +68,7 @@ class Comparison:
 class Work:
     """What one forward scores: one document at all lengths, or a batch of passkey prompts of one length.
 
-    `keys` are the samples that `score` returns, known before it runs; `cost` is what it takes, see `forward_cost`.
+    `keys` are the samples that `score` returns, known before it runs; `cost` is the floating-point operations it takes.
     """
 
     task: str
@@ -102,18 +102,18 @@ def run_compare(setting: Setting, *, advance: Callable[[float, str], None] = lam
     fingerprints: list[Fingerprint] = []
     ratios: dict[str, list[float]] = {}
     cells: list[rows.Cell] = []
-    for name, method in zip(recipe.methods, setting.methods, strict=True):
+    for method in setting.methods:
         with extend(setting.model, method, context=recipe.context, base=recipe.base) as patch:
             fingerprint = patch.fingerprint
             fingerprints.append(fingerprint)
             leg["fingerprints"] = {fp.digest: fp.as_dict() for fp in fingerprints}
-            ratios[name] = (patch.plan.inv_freq / setting.geometry.inv_freq).tolist()
+            ratios[label(method)] = (patch.plan.inv_freq / setting.geometry.inv_freq).tolist()
             wanted: list[SampleKey] = []
             failures: dict[tuple[str, int], str] = {}
             for work in _work(setting, patch, fingerprint):
                 wanted += work.keys
                 _do(work, done, failures, out / SAMPLES)
-                advance(work.cost, name)
+                advance(work.cost, label(method))
             samples = [done[key] for key in wanted if key in done]
             cells += _cells(setting, method, fingerprint, samples, failures)
         leg["seconds"] = round(time.monotonic() - started, 1)
@@ -124,7 +124,7 @@ def run_compare(setting: Setting, *, advance: Callable[[float, str], None] = lam
         out=out,
         recipe=recipe,
         cells=tuple(cells),
-        labels={fp.digest: name for name, fp in zip(recipe.methods, fingerprints, strict=True)},
+        labels={fp.digest: label(method) for method, fp in zip(setting.methods, fingerprints, strict=True)},
         original_context=setting.geometry.original_context,
         ratios=ratios,
         seconds=math.fsum(float(str(each["seconds"])) for each in [*earlier, leg]),
@@ -177,14 +177,14 @@ def _work(setting: Setting, patch: Patch, fingerprint: Fingerprint) -> Iterator[
             task="perplexity",
             lengths=lengths,
             keys=tuple((fingerprint.digest, "perplexity", n, document.name, hashes[n]) for n in lengths),
-            cost=forward_cost(model, max(lengths)),
+            cost=document_cost(model, lengths, patch.frequency_key),
             score=score_document,
         )
     for length, prompts in sorted(setting.prompts.items()):
         for batch in _batches(prompts, max(1, TOKENS_PER_FORWARD // length)):
 
             def score_batch(batch: list[PasskeyPrompt] = batch) -> list[rows.Sample]:
-                scores = passkey.score_prompts(model, batch)
+                scores = passkey.score_prompts(model, batch, frequency_key=patch.frequency_key)
                 return [
                     rows.Sample(
                         **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
@@ -211,7 +211,7 @@ def _work(setting: Setting, patch: Patch, fingerprint: Fingerprint) -> Iterator[
                 task="passkey",
                 lengths=(length,),
                 keys=tuple((fingerprint.digest, "passkey", length, _unit(p), corpora.hash_ids([p.ids])) for p in batch),
-                cost=len(batch) * forward_cost(model, length),
+                cost=sum(prompt_cost(model, prompt, patch.frequency_key) for prompt in batch),
                 score=score_batch,
             )
 

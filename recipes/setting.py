@@ -1,8 +1,11 @@
 """A recipe made ready: everything loaded and checked before the first forward, and a folder that is the run's own."""
 
 import os
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import cast
 
@@ -11,13 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals import corpora, passkey
 from evals.corpora import Corpus
-from evals.passkey import PasskeyPrompt
+from evals.passkey import PasskeyPrompt, answer_lengths
+from evals.perplexity import group_lengths
 from recipes.load import RecipeError, make_recipe, read_recipe, write_recipe
 from recipes.schema import CompareRecipe
 from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import load_model, read_geometry, resolve_context
 from rope_ext.patch import extend
-from rope_ext.plan import Method
+from rope_ext.plan import Method, spell
 from rope_ext.registry import parse_method
 
 RECIPE = "recipe.yaml"
@@ -55,6 +59,7 @@ def prepare(recipe: CompareRecipe, out: Path | None, *, resume: bool = False) ->
         extend(model, method, context=context, base=recipe.base).undo()  # refuses now what it would refuse in between
     recipe = replace(
         recipe,
+        methods=tuple(spell(method) for method in methods),  # a list that was a file's name is written out
         context=context,
         lengths=tuple(sorted(set(lengths))),
         model=_absolute(recipe.model),
@@ -157,10 +162,28 @@ def resumed_recipe(out: Path) -> CompareRecipe:
 
 def total_cost(setting: Setting) -> float:
     """Return the work of the whole comparison in floating-point operations, for a progress bar's estimate."""
-    documents = len(setting.corpus.documents) if setting.corpus else 0
-    one = documents * forward_cost(setting.model, max(setting.recipe.lengths))
-    one += sum(len(prompts) * forward_cost(setting.model, length) for length, prompts in setting.prompts.items())
-    return one * len(setting.methods)
+    total = 0.0
+    for method in setting.methods:
+        key = partial(_key, method, setting.geometry, int(setting.recipe.context or 0))
+        documents = len(setting.corpus.documents) if setting.corpus else 0
+        total += documents * document_cost(setting.model, setting.recipe.lengths, key)
+        total += sum(prompt_cost(setting.model, p, key) for prompts in setting.prompts.values() for p in prompts)
+    return total
+
+
+def _key(method: Method, geometry: RopeGeometry, context: int, seq_len: int) -> Hashable:
+    return method.frequency_key(geometry, context=context, seq_len=seq_len)
+
+
+def document_cost(model: PreTrainedModel, lengths: Sequence[int], frequency_key: Callable[[int], Hashable]) -> float:
+    """Return the operations of one document at all lengths: a forward for each that needs one of its own."""
+    return sum(forward_cost(model, longest) for longest, _ in group_lengths(lengths, frequency_key))
+
+
+def prompt_cost(model: PreTrainedModel, prompt: PasskeyPrompt, frequency_key: Callable[[int], Hashable]) -> float:
+    """Return the operations of one passkey prompt: a forward for each length with frequencies of its own."""
+    groups = groupby(answer_lengths(prompt), key=frequency_key)
+    return sum(forward_cost(model, max(lengths)) for _, lengths in groups)
 
 
 def forward_cost(model: PreTrainedModel, length: int) -> float:

@@ -28,12 +28,16 @@ if TYPE_CHECKING:
     from rope_ext.geometry import RopeGeometry
     from rope_ext.hf import load_model
     from rope_ext.methods.abf import Abf
+    from rope_ext.methods.dynamic_ntk import DynamicNtk
+    from rope_ext.methods.dynamic_yarn import DynamicYarn
     from rope_ext.methods.linear import Linear
     from rope_ext.methods.llama3 import Llama3
+    from rope_ext.methods.longrope import Longrope
     from rope_ext.methods.nope import Nope
     from rope_ext.methods.ntk import Ntk
     from rope_ext.methods.ntk_by_parts import NtkByParts
     from rope_ext.methods.p_rope import PRope
+    from rope_ext.methods.resonance import Resonance
     from rope_ext.methods.unscaled import Unscaled
     from rope_ext.methods.yarn import Yarn
     from rope_ext.patch import Patch, extend
@@ -43,10 +47,13 @@ if TYPE_CHECKING:
 _HOME = {
     "Abf": "methods.abf",
     "ContextError": "errors",
+    "DynamicNtk": "methods.dynamic_ntk",
+    "DynamicYarn": "methods.dynamic_yarn",
     "ExportError": "errors",
     "GeometryError": "errors",
     "Linear": "methods.linear",
     "Llama3": "methods.llama3",
+    "Longrope": "methods.longrope",
     "Method": "plan",
     "MethodError": "errors",
     "ModelError": "errors",
@@ -57,6 +64,7 @@ _HOME = {
     "Patch": "patch",
     "PatchError": "errors",
     "PositionPlan": "plan",
+    "Resonance": "methods.resonance",
     "RopeExtError": "errors",
     "RopeGeometry": "geometry",
     "Unscaled": "methods.unscaled",
@@ -70,10 +78,13 @@ _HOME = {
 __all__ = [
     "Abf",
     "ContextError",
+    "DynamicNtk",
+    "DynamicYarn",
     "ExportError",
     "GeometryError",
     "Linear",
     "Llama3",
+    "Longrope",
     "Method",
     "MethodError",
     "ModelError",
@@ -84,6 +95,7 @@ __all__ = [
     "Patch",
     "PatchError",
     "PositionPlan",
+    "Resonance",
     "RopeExtError",
     "RopeGeometry",
     "Unscaled",

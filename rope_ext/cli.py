@@ -181,6 +181,10 @@ def extend(
     context: ContextOption = None,
     factor: FactorOption = None,
     base: BaseOption = None,
+    allow_approximate: Annotated[
+        bool,
+        typer.Option("--allow-approximate", help="write the nearest stock form of a method that has no exact one"),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint with a longer window that stock transformers loads with the same logits."""
@@ -195,7 +199,7 @@ def extend(
         check_target(out)
         loaded, tokenizer = load_model(model, device="cpu", dtype="auto")
         with extend_model(loaded, chosen, context=context, factor=factor, base=_base(base)) as patch:
-            path = save_extended(loaded, out, tokenizer=tokenizer)
+            path = save_extended(loaded, out, tokenizer=tokenizer, allow_approximate=allow_approximate)
             if as_json:
                 _print_json({"out": str(path), "fingerprint": patch.fingerprint.as_dict()})
                 return

@@ -1,27 +1,29 @@
 """Write a patched model as a checkpoint that stock loaders read with the same logits."""
 
 import json
-import math
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext.errors import ExportError
-from rope_ext.hf import frequencies_agree, stock_frequencies
 from rope_ext.patch import active_patch_table
 from rope_ext.plan import hyperparameters
+from rope_ext.stock import StockForm, disagreement, exported_form
 from rope_ext.tables import ExtendedRotaryEmbedding
 
 RECORD = "rope_ext.json"
 
 
 def save_extended(
-    model: PreTrainedModel, directory: str | os.PathLike[str], *, tokenizer: PreTrainedTokenizerBase | None = None
+    model: PreTrainedModel,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    allow_approximate: bool = False,
 ) -> Path:
     """Write a patched model to a new directory and return it, after proving that stock code reads it alike.
 
@@ -32,9 +34,13 @@ def save_extended(
     Stock code rounds the same formulas in other places. A plain base or a division is bit-equal; for the others the
     frequencies agree to 1e-6, relative, and logits of order 10 were seen to differ by up to 1e-4 over 200 tokens.
 
+    Args:
+        allow_approximate: write the nearest stock form of a method that stock code does not follow exactly, instead
+            of refusing it; `rope_ext.json` then says so.
+
     Raises:
-        ExportError: the model is not extended, the directory is not empty or cannot be written, or the checkpoint
-            would not reload with the same frequencies (nothing is left behind then).
+        ExportError: the model is not extended, the method has no stock form, the directory is not empty or cannot be
+            written, or the checkpoint would not reload with the same frequencies (nothing is left behind then).
     """
     table = active_patch_table(model)
     if table is None:
@@ -44,6 +50,7 @@ def save_extended(
     target = check_target(directory)
     if any(p.is_meta for p in model.parameters()):
         raise ExportError("export: the weights are on the meta device; load them first")
+    form = exported_form(model.config, table, allow_approximate=allow_approximate)
     try:
         # Written aside and moved when whole, so that a killed export leaves no half checkpoint. An empty directory is
         # filled from within: it may be a mount point, or somebody's working directory.
@@ -54,8 +61,8 @@ def save_extended(
     except OSError as error:
         raise ExportError(f"export: {target} cannot be written: {error.strerror}") from error
     try:
-        _write(model, partial, tokenizer, table)
-        _check_stock_reads_alike(partial, table.plan.inv_freq, table.plan.attention_scale, table.context)
+        _write(model, partial, tokenizer, table, form)
+        _check_stock_reads_alike(partial, table, form)
         if inside:
             for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # that one last
                 path.rename(target / path.name)
@@ -75,16 +82,18 @@ def _write(
     directory: Path,
     tokenizer: PreTrainedTokenizerBase | None,
     table: ExtendedRotaryEmbedding,
+    form: StockForm,
 ) -> None:
     model.save_pretrained(directory)
-    _write_legacy_keys(directory / "config.json")
+    _write_config(directory / "config.json", form)
     if tokenizer is not None:
-        _save_tokenizer(tokenizer, directory, table.context)
+        _save_tokenizer(tokenizer, directory, form.window)
     record = {
         "method": table.method.name,
         "hyperparameters": dict(hyperparameters(table.method)),
         "context": table.context,
         "original_context": table.geometry.original_context,
+        "exact": form.exact,
         "attention_scale": table.plan.attention_scale,
         "inv_freq": table.plan.inv_freq.tolist(),
     }
@@ -113,9 +122,10 @@ def check_target(directory: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _write_legacy_keys(path: Path) -> None:
+def _write_config(path: Path, form: StockForm) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
-    parameters = config["rope_parameters"]
+    config["rope_parameters"] = parameters = form.parameters
+    config["max_position_embeddings"] = form.window
     config["rope_theta"] = parameters["rope_theta"]
     if parameters["rope_type"] != "default":
         config["rope_scaling"] = {**parameters, "type": parameters["rope_type"]}
@@ -131,16 +141,14 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, context
         tokenizer.model_max_length = before
 
 
-def _check_stock_reads_alike(directory: Path, inv_freq: torch.Tensor, scale: float, context: int) -> None:
+def _check_stock_reads_alike(directory: Path, table: ExtendedRotaryEmbedding, form: StockForm) -> None:
     config = AutoConfig.from_pretrained(directory)
-    stock, stock_scale = stock_frequencies(config)
-    if config.max_position_embeddings != context:
+    if config.max_position_embeddings != form.window:
         raise ExportError(
-            f"export: stock transformers reads a window of {config.max_position_embeddings}, not {context}"
+            f"export: stock transformers reads a window of {config.max_position_embeddings}, not {form.window}"
         )
-    if not math.isclose(stock_scale, scale, rel_tol=1e-6) or not frequencies_agree(stock, inv_freq):
-        worst = ((stock - inv_freq).abs() / inv_freq.abs().clamp_min(1e-30)).max().item()
+    found = disagreement(config, table, form.lengths)
+    if found:
         raise ExportError(
-            f"export: stock transformers would read other frequencies (up to {worst:.1e} apart) or scale "
-            f"({stock_scale:g}, not {scale:g}); this method has no stock form for this model"
+            f"export: stock transformers would read {found}; this method has no stock form for this model"
         )

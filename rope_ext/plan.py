@@ -1,5 +1,7 @@
 """What a method does to a geometry, and the protocol that every method follows."""
 
+import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast, runtime_checkable
@@ -18,6 +20,12 @@ FrequencyKey = str | int
 
 STATIC: FrequencyKey = "static"
 """The key of every method whose frequencies do not depend on the current length."""
+
+WRAPPED = "over"
+"""The hyper-parameter that holds another method, in every method that wraps one; its spelling goes to the end."""
+
+LIST_SEPARATOR = ";"
+"""Stands between the numbers of a list in a spelling."""
 
 RopeParameters = dict[str, str | int | float | bool | list[float]]
 """The dictionary `config.rope_parameters` of transformers 5."""
@@ -70,8 +78,8 @@ class Method(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaticMethod:
-    """Base of every method whose frequencies depend on the window alone, not on the current length."""
+class Stretch:
+    """What every method here shares: the stretch that is asked for, and when it may be."""
 
     name: ClassVar[str]
     composes: ClassVar[bool] = False
@@ -93,6 +101,11 @@ class StaticMethod:
             )
         return context / rope.original_context
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticMethod(Stretch):
+    """Base of every method whose frequencies depend on the window alone, not on the current length."""
+
     def frequency_key(self, rope: RopeGeometry, *, context: int, seq_len: int) -> FrequencyKey:
         """Return the one key: every length shares one plan, so one forward serves them all."""
         return STATIC
@@ -100,6 +113,33 @@ class StaticMethod:
     def rope_parameters(self: Method, rope: RopeGeometry, *, context: int) -> RopeParameters:
         """Return the general stock form; a method with a type of its own in transformers overrides this."""
         return general_rope_parameters(rope, self.plan(rope, context=context, seq_len=context), context=context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicMethod(Stretch):
+    """Base of the methods that are unscaled up to the original window and follow every token beyond it.
+
+    The current length is that of one sequence, as it stands: nothing is remembered of longer ones before, and a
+    longer row beside it in the batch changes nothing.
+    """
+
+    def current_factor(self, rope: RopeGeometry, seq_len: int) -> float:
+        """Return how far `seq_len` tokens reach beyond the original window: max(1, seq_len / original_context)."""
+        return max(1.0, seq_len / rope.original_context)
+
+    def frequency_key(self, rope: RopeGeometry, *, context: int, seq_len: int) -> FrequencyKey:
+        """Return "original" up to the original window, and the length itself beyond."""
+        return "original" if seq_len <= rope.original_context else seq_len
+
+    def rope_parameters(self, rope: RopeGeometry, *, context: int) -> RopeParameters:
+        """Refuse: no type of stock transformers gives these frequencies.
+
+        Raises:
+            MethodError: always; a method with a type of its own overrides this.
+        """
+        raise MethodError(
+            f"{self.name}: its frequencies follow the current length; stock transformers has no such type"
+        )
 
 
 def general_rope_parameters(rope: RopeGeometry, plan: PositionPlan, *, context: int) -> RopeParameters:
@@ -123,22 +163,37 @@ def general_rope_parameters(rope: RopeGeometry, plan: PositionPlan, *, context: 
 
 
 def hyperparameters(method: Method) -> Mapping[str, object]:
-    """Return the method's own fields by name, in order."""
-    return {field.name: getattr(method, field.name) for field in fields(cast("DataclassInstance", method))}
+    """Return the method's own fields by name, in order, as plain values: a wrapped method by its spelling."""
+    values = {field.name: getattr(method, field.name) for field in fields(cast("DataclassInstance", method))}
+    return {name: spell(value) if isinstance(value, Method) else value for name, value in values.items()}
 
 
 def spell(method: Method) -> str:
-    """Return the method as it is written on the command line: its name and the hyper-parameters off their defaults."""
-    default = type(method)()
+    """Return the method as it is written on the command line: its name and the hyper-parameters off their defaults.
+
+    A wrapped method comes last, because all that follows its name belongs to it.
+    """
+    default = hyperparameters(type(method)())
     changed = [
         f"{name}={_spell_value(value)}"
-        for name, value in hyperparameters(method).items()
-        if value != getattr(default, name)
+        for name, value in sorted(hyperparameters(method).items(), key=lambda item: item[0] == WRAPPED)
+        if value != default[name]
     ]
     return ":".join([method.name, *changed])
+
+
+def label(method: Method) -> str:
+    """Return the method's spelling as a reader wants it: of a long list its length and a checksum."""
+    return re.sub(
+        r"=([^:=]*;[^:]*)",
+        lambda found: f"=({found[1].count(LIST_SEPARATOR) + 1} numbers, {zlib.crc32(found[1].encode()):08x})",
+        spell(method),
+    )
 
 
 def _spell_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return LIST_SEPARATOR.join(_spell_value(part) for part in cast("tuple[object, ...]", value))
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)

@@ -71,3 +71,23 @@ def blend(rope: RopeGeometry, interpolation: Float[Tensor, " pairs"], factor: fl
     """Return (1 - w) f + w f / factor in fp32, arranged so that a factor of 1 multiplies by exactly 1."""
     shrink = 1.0 - interpolation.double() * (1.0 - 1.0 / factor)
     return (rope.inv_freq.double() * shrink).float()
+
+
+def attention_temperature(factor: float) -> float:
+    """Return YaRN's scale on cos and sin, 0.1 ln(factor) + 1: the square root of the paper's 1/t.
+
+    Source: Peng et al., YaRN (arXiv 2309.00071), section 3.4, equation 22.
+    """
+    return 0.1 * math.log(factor) + 1.0
+
+
+def check_attention_scale(name: str, attention_scale: float | str) -> None:
+    """Refuse a scale that is neither "auto" nor a positive number.
+
+    Raises:
+        MethodError: it is neither.
+    """
+    if isinstance(attention_scale, str) or not (math.isfinite(attention_scale) and attention_scale > 0):
+        if attention_scale == "auto":
+            return
+        raise MethodError(f'{name}: attention_scale {attention_scale} must be "auto" or a positive number')

@@ -6,11 +6,11 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from typing import cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 import rope_ext.methods
 from rope_ext.errors import MethodError
-from rope_ext.plan import Method, hyperparameters
+from rope_ext.plan import WRAPPED, Method, hyperparameters
 
 
 def known_methods() -> dict[str, type[Method]]:
@@ -33,7 +33,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def method(name: str, /, **values: object) -> Method:
     """Return an instance of the method called `name` with the given hyper-parameters.
 
-    Numbers and booleans may come as text, as they do from a command line.
+    Numbers, booleans, lists and wrapped methods may come as text, as they do from a command line.
 
     Raises:
         MethodError: no such method, no such hyper-parameter, or a value out of its range.
@@ -49,6 +49,8 @@ def method(name: str, /, **values: object) -> Method:
         if key not in fields:
             allowed = f"it has: {', '.join(fields)}" if fields else "it has none"
             raise MethodError(f"{name}: {key!r} is not a hyper-parameter{nearest(key, fields)} {allowed}")
+    if isinstance(values.get(WRAPPED), str):
+        values[WRAPPED] = parse_method(str(values[WRAPPED]))
     try:
         return _validate(cls, values)
     except ValidationError as error:
@@ -61,20 +63,26 @@ def method(name: str, /, **values: object) -> Method:
 
 
 def _validate(cls: type[Method], values: Mapping[str, object]) -> Method:
-    adapter: TypeAdapter[Method] = TypeAdapter(cls)
+    # A wrapped method is a protocol to pydantic: it asks isinstance, as it does of any class that is not its own.
+    adapter: TypeAdapter[Method] = TypeAdapter(with_config(ConfigDict(arbitrary_types_allowed=True))(cls))
     return adapter.validate_python(dict(values))
 
 
 def parse_method(text: str) -> Method:
     """Return the method written as NAME:key=value:key=value.
 
+    What follows `over=`, the hyper-parameter that holds a wrapped method, belongs to that method, as in
+    resonance:over=yarn:beta_fast=16.
+
     Raises:
         MethodError: a part is not key=value, a key comes twice, or what `method` raises.
     """
     name, *parts = text.strip().split(":")
     values: dict[str, object] = {}
-    for part in parts:
+    for i, part in enumerate(parts):
         key, separator, value = part.partition("=")
+        if key == WRAPPED and value:
+            value = ":".join([value, *parts[i + 1 :]])
         if not separator or not key or not value:
             raise MethodError(
                 f"{name}: {part!r} is not key=value; write NAME:key=value:key=value, as yarn:beta_fast=16"
@@ -82,6 +90,8 @@ def parse_method(text: str) -> Method:
         if key in values:
             raise MethodError(f"{name}: {key!r} is given twice; give it once")
         values[key] = value
+        if key == WRAPPED:
+            break
     return method(name, **values)
 
 

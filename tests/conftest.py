@@ -5,11 +5,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rope_ext.registry import known_methods
+from tests import reference
+
 # The same examples on every machine, and no deadline: two loaded cores are slow, not wrong.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
 WINDOW = 64
+
+# Every method with its defaults, but longrope with lists that fit random_llama at factor 4. The first group follows
+# the current length; tests/hf/test_lengths.py is about it.
+LENGTH_DEPENDENT = ("dynamic-ntk", "dynamic-yarn", reference.spell_factors(16, 4.0))
+STATIC = tuple(sorted(set(known_methods()) - {spelled.split(":")[0] for spelled in LENGTH_DEPENDENT}))
 
 
 def random_llama(**changes):

@@ -92,6 +92,43 @@ def llama3(d, b, L, s, low=1.0, high=4.0):
     return out
 
 
+def dynamic_ntk(d, b, L, l, alpha):
+    """emozilla 2023: the base b (alpha l/L - (alpha - 1))^(d/(d-2)) at l > L tokens, b itself up to L."""
+    return base(d, b * max(1.0, alpha * l / L - (alpha - 1)) ** (d / (d - 2)))
+
+
+def dynamic_yarn(d, b, L, l, **ramp):
+    """YaRN paper, section 3.3: s = max(1, l / L) at l tokens."""
+    return yarn(d, b, L, max(1.0, l / L), **ramp)
+
+
+def longrope(d, b, factors):
+    """LongRoPE, equation 2: theta_i / lambda_i, one factor a pair."""
+    return [f / factor for f, factor in zip(base(d, b), factors, strict=True)]
+
+
+def longrope_scale(L, s):
+    """Phi-3's code: sqrt(1 + ln s / ln L) on cos and sin, 1 where nothing is stretched."""
+    return math.sqrt(1 + math.log(s) / math.log(L)) if s > 1 else 1.0
+
+
+def resonance(frequencies):
+    """Resonance RoPE, section 3.2: the wavelength 2 pi / theta rounded to the nearest integer."""
+    return [2 * math.pi / round(2 * math.pi / f) if f else 0.0 for f in frequencies]
+
+
+def example_factors(d, s):
+    """Return (short, long) lists such as a search might find, for tests: one a pair, short ones near 1."""
+    n = d // 2
+    short = [1 + i / (8 * n) for i in range(n)]
+    return short, [round(s ** (i / (n - 1)), 4) for i in range(n)]
+
+
+def spell_factors(d, s):
+    short, long = (";".join(map(repr, factors)) for factors in example_factors(d, s))
+    return f"longrope:short_factor={short}:long_factor={long}"
+
+
 # (name of the geometry, d, b, L, s): a window too short for whole ramps, Llama-1/2/3, and a small head.
 GEOMETRIES = (
     ("tiny", 16, 10_000.0, 64, 4.0),
@@ -103,7 +140,10 @@ GEOMETRIES = (
 
 
 def goldens():
-    """Return {method: {geometry: {"inv_freq": [...], "attention_scale": x}}} for the methods' defaults and variants."""
+    """Return {method: {"geometry" or "geometry@tokens": {"inv_freq": [...], "attention_scale": x}}}.
+
+    Without "@tokens" the sequence fills the window. Methods come with their defaults and in variants.
+    """
     table = {}
     for name, d, b, L, s in GEOMETRIES:
         rows = {
@@ -123,7 +163,27 @@ def goldens():
             "nope": ([0.0] * (d // 2), 1.0),
             "llama3": (llama3(d, b, L, s), 1.0),
             "llama3:low_freq_factor=2:high_freq_factor=8": (llama3(d, b, L, s, 2.0, 8.0), 1.0),
+            "resonance": (resonance(base(d, b)), 1.0),
+            "resonance:over=yarn": (resonance(yarn(d, b, L, s)), yarn_scale(s)),
+            "resonance:over=ntk-by-parts:beta_fast=16": (resonance(yarn(d, b, L, s, 16.0)), 1.0),
+            "resonance:over=p-rope": (resonance(p_rope(d, b, 0.75)), 1.0),
         }
         for method, (inv_freq, scale) in rows.items():
             table.setdefault(method, {})[name] = {"inv_freq": inv_freq, "attention_scale": scale}
+        short, long = example_factors(d, s)
+        for l in (L - 1, L, L + 1, round(1.5 * L), round(s * L), round(s * L) + 7):
+            growth = max(1.0, l / L)
+            rows = {
+                "dynamic-ntk": (dynamic_ntk(d, b, L, l, s), 1.0),
+                "dynamic-ntk:alpha=1": (dynamic_ntk(d, b, L, l, 1.0), 1.0),
+                "dynamic-yarn": (dynamic_yarn(d, b, L, l), yarn_scale(growth)),
+                "dynamic-yarn:beta_fast=16:truncate=false:attention_scale=1": (
+                    dynamic_yarn(d, b, L, l, beta_fast=16.0, truncate=False),
+                    1.0,
+                ),
+                spell_factors(d, s): (longrope(d, b, short if l <= L else long), longrope_scale(L, s)),
+                spell_factors(d, s) + ":attention_scale=1.1": (longrope(d, b, short if l <= L else long), 1.1),
+            }
+            for method, (inv_freq, scale) in rows.items():
+                table.setdefault(method, {})[f"{name}@{l}"] = {"inv_freq": inv_freq, "attention_scale": scale}
     return table

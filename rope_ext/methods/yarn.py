@@ -1,13 +1,19 @@
 """YaRN: fast pairs kept, slow pairs interpolated, a ramp between them, and a temperature on attention."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rope_ext.errors import MethodError
 from rope_ext.geometry import RopeGeometry
 from rope_ext.plan import PositionPlan, RopeParameters, StaticMethod, general_rope_parameters
-from rope_ext.ramp import blend, check_betas, ramp_over_pairs, ramp_over_rotations
+from rope_ext.ramp import (
+    attention_temperature,
+    blend,
+    check_attention_scale,
+    check_betas,
+    ramp_over_pairs,
+    ramp_over_rotations,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +50,7 @@ class Yarn(StaticMethod):
         check_betas(self.name, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
         if self.ramp == "rotations" and not self.truncate:
             raise MethodError("yarn: truncate=false has no effect on ramp=rotations, which rounds nothing; drop it")
-        if self.attention_scale != "auto" and not (math.isfinite(self.attention_scale) and self.attention_scale > 0):
-            raise MethodError(f'yarn: attention_scale {self.attention_scale} must be "auto" or a positive number')
+        check_attention_scale(self.name, self.attention_scale)
 
     def plan(self, rope: RopeGeometry, *, context: int, seq_len: int) -> PositionPlan:
         """Return the blended frequencies, fp32, shape (head_dim/2,), and the attention scale.
@@ -60,7 +65,7 @@ class Yarn(StaticMethod):
             )
         else:
             interpolation = ramp_over_rotations(rope, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
-        scale = 0.1 * math.log(factor) + 1.0 if self.attention_scale == "auto" else float(self.attention_scale)
+        scale = attention_temperature(factor) if self.attention_scale == "auto" else float(self.attention_scale)
         return PositionPlan(inv_freq=blend(rope, interpolation, factor), attention_scale=scale)
 
     def rope_parameters(self, rope: RopeGeometry, *, context: int) -> RopeParameters:

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from evals import passkey
 from evals.corpora import bos_id
 from evals.errors import EvalError
-from rope_ext import load_model
+from rope_ext import extend, load_model
+from rope_ext.registry import parse_method
 from tests.conftest import random_llama
 from tests.evals.conftest import byte_tokenizer
 
@@ -78,13 +79,26 @@ def test_own_filler_is_used_and_may_not_be_empty(tokenizer):
         passkey.build_prompt(tokenizer, length=400, depth=0.5, trial=0, key="12345", filler=[])
 
 
-def test_teacher_forcing_agrees_with_greedy_decoding():
+def same(_length):
+    return "static"
+
+
+@pytest.mark.parametrize("spelled", ["unscaled", "dynamic-ntk:alpha=1", "dynamic-yarn"])
+def test_teacher_forcing_agrees_with_greedy_decoding(spelled):
     """On the bundled model: right at once iff generate() writes the key, inside the window and past it."""
     model, tokenizer = load_model("tiny", device="cpu")
+    with extend(model, parse_method(spelled), factor=4) as patch:
+        outcomes = outcomes_agree(model, tokenizer, patch.frequency_key)
+    # the bundled model loses keys past its window, if nothing is done
+    assert outcomes == {True, False} or spelled != "unscaled"
+    assert True in outcomes
+
+
+def outcomes_agree(model, tokenizer, key):
     outcomes = set()
-    for length in (128, 256, 700):
+    for length in (128, 257, 700):
         prompts = passkey.build_trials(tokenizer, length=length, depths=(0.1, 0.9), num_trials=3, seed=5)
-        for prompt, score in zip(prompts, passkey.score_prompts(model, prompts), strict=True):
+        for prompt, score in zip(prompts, passkey.score_prompts(model, prompts, frequency_key=key), strict=True):
             start = torch.tensor([prompt.ids[: -prompt.num_answer]])
             written = model.generate(
                 start,
@@ -96,15 +110,16 @@ def test_teacher_forcing_agrees_with_greedy_decoding():
             )
             greedy = tuple(written[0, start.shape[1] :].tolist())
             assert score.correct == (greedy == prompt.ids[-prompt.num_answer :])
+            assert score.predicted[0] == greedy[0]
             outcomes.add(score.correct)
-    assert outcomes == {True, False}
+    return outcomes
 
 
 def test_batched_equals_single(tokenizer):
     model = random_llama(vocab_size=258)
     prompts = passkey.build_trials(tokenizer, length=300, depths=(0.0, 1.0), num_trials=3, seed=0)
-    together = passkey.score_prompts(model, prompts)
-    alone = [passkey.score_prompts(model, [p])[0] for p in prompts]
+    together = passkey.score_prompts(model, prompts, frequency_key=same)
+    alone = [passkey.score_prompts(model, [p], frequency_key=same)[0] for p in prompts]
     assert [s.predicted for s in together] == [s.predicted for s in alone]
     # fp32 sums in another order
     assert [s.answer_nll for s in together] == pytest.approx([s.answer_nll for s in alone], abs=1e-4)
@@ -114,8 +129,8 @@ def test_unequal_prompts_and_broken_models_are_refused(tokenizer):
     model = random_llama(vocab_size=258)
     unequal = [passkey.build_prompt(tokenizer, length=n, depth=0.5, trial=0, key="12345") for n in (300, 301)]
     with pytest.raises(EvalError, match="one length"):
-        passkey.score_prompts(model, unequal)
+        passkey.score_prompts(model, unequal, frequency_key=same)
     with torch.no_grad():
         model.lm_head.weight[:] = torch.nan
     with pytest.raises(EvalError, match="not finite"):
-        passkey.score_prompts(model, unequal[:1])
+        passkey.score_prompts(model, unequal[:1], frequency_key=same)

@@ -7,15 +7,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rope_ext import ExportError, Linear, Yarn, extend, load_model, save_extended
-from rope_ext.registry import known_methods, parse_method
-from tests.conftest import WINDOW, logits_of
+from rope_ext.registry import parse_method
+from tests.conftest import LENGTH_DEPENDENT, STATIC, WINDOW, logits_of
 
 SPELLED = [
-    *known_methods(),
+    *STATIC,
+    LENGTH_DEPENDENT[2],
     "abf:theta=160000",
     "yarn:beta_fast=16:truncate=false",
     "yarn:attention_scale=1.1",
     "yarn:ramp=rotations",
+    "resonance:over=yarn",
 ]
 # Largest difference of logits of order 10 over 192 tokens: stock code rounds the same formula in other places.
 # Methods that are a plain base, a division, or zeros, are bit-equal.

@@ -191,7 +191,7 @@ def test_kill_nine_loses_nothing_that_was_computed(checkpoint, data, tmp_path):
 
 
 def test_failed_cells_exit_three(checkpoint, data, tmp_path, monkeypatch):
-    def fail(*_args):
+    def fail(*_args, **_more):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("recipes.compare.passkey.score_prompts", fail)

@@ -137,7 +137,7 @@ def test_a_killed_run_goes_on_to_the_same_table(recipe, tmp_path, monkeypatch):
 def test_resuming_a_finished_run_measures_nothing(recipe, tmp_path, monkeypatch):
     first = run(recipe, tmp_path / "run")
     monkeypatch.setattr(compare, "prefix_nll", lambda *_args, **_kwargs: pytest.fail("measured again"))
-    monkeypatch.setattr(compare.passkey, "score_prompts", lambda *_args: pytest.fail("measured again"))
+    monkeypatch.setattr(compare.passkey, "score_prompts", lambda *_args, **_more: pytest.fail("measured again"))
     again = run(dataclasses.asdict(resumed_recipe(tmp_path / "run")), tmp_path / "run", resume=True)
     assert strip(again.cells) == strip(first.cells)
 
@@ -176,10 +176,10 @@ def test_a_damaged_record_is_named_before_anything_is_measured(recipe, tmp_path,
 def test_a_failing_cell_is_recorded_and_the_rest_goes_on(recipe, tmp_path, monkeypatch):
     real = compare.passkey.score_prompts
 
-    def out_of_memory(model, prompts):
+    def out_of_memory(model, prompts, **more):
         if prompts[0].length == 1024:
             raise RuntimeError("CUDA out of memory. Tried to allocate 7 GiB\nmore lines")
-        return real(model, prompts)
+        return real(model, prompts, **more)
 
     monkeypatch.setattr(compare.passkey, "score_prompts", out_of_memory)
     result = run(recipe, tmp_path / "run")
@@ -198,7 +198,7 @@ def test_a_failing_cell_is_recorded_and_the_rest_goes_on(recipe, tmp_path, monke
 def test_a_failed_cell_is_not_a_miss(recipe, tmp_path, monkeypatch):
     """Out of memory at the shortest length: the effective length is unknown, not below it."""
 
-    def out_of_memory(_model, _prompts):
+    def out_of_memory(*_args, **_more):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(compare.passkey, "score_prompts", out_of_memory)

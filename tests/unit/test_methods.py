@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,24 +12,34 @@ from hypothesis import strategies as st
 
 from rope_ext import ContextError, MethodError, PositionPlan, RopeGeometry
 from rope_ext.geometry import base_inv_freq
+from rope_ext.plan import label, spell
 from rope_ext.registry import known_methods, method, parse_method
 from tests import reference, strategies
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "methods.json").read_text())
 GEOMETRIES = {name: (d, b, L, s) for name, d, b, L, s in reference.GEOMETRIES}
-CASES = [(spelled, name) for spelled, rows in GOLDEN.items() for name in rows]
+CASES = [(spelled, place) for spelled, rows in GOLDEN.items() for place in rows]
+# Methods that follow the length, and those that change a model even where nothing is stretched: some stop pairs,
+# resonance rounds. longrope is nothing without the lists that a search found.
+DYNAMIC = {"dynamic-ntk", "dynamic-yarn"}
+NO_IDENTITY = {"nope", "p-rope", "resonance", "longrope"}
+INTERPOLATING = sorted(set(known_methods()) - NO_IDENTITY - DYNAMIC - {"abf"})
+
+
+def short_id(value):
+    return value if len(value) < 60 else f"{value[:20]}..{hash(value) % 997}"
+
+
 # fp32 inputs carry 2^-24 relative error, the exponentials and quotients a few more roundings.
 RTOL = 1e-6
 
 
-def geometry(name):
-    d, b, original, _ = GEOMETRIES[name]
-    return RopeGeometry(head_dim=d, theta=b, original_context=original)
-
-
-def context(name):
-    _, _, original, s = GEOMETRIES[name]
-    return round(original * s)
+def place(name):
+    """Return geometry, window and current length of a golden's key, "geometry" or "geometry@tokens"."""
+    name, _, tokens = name.partition("@")
+    d, b, original, s = GEOMETRIES[name]
+    window = round(original * s)
+    return RopeGeometry(head_dim=d, theta=b, original_context=original), window, int(tokens or window)
 
 
 def check(plan: PositionPlan, golden):
@@ -43,19 +54,17 @@ def test_goldens_are_what_the_reference_gives():
 
 @pytest.mark.parametrize("name", known_methods())
 def test_every_method_has_goldens(name):
-    assert name in GOLDEN, f"add {name} to tests/reference.py and run scripts/regen_golden.py"
+    assert name in {spelled.split(":")[0] for spelled in GOLDEN}, (
+        f"add {name} to tests/reference.py and run scripts/regen_golden.py"
+    )
 
 
-@pytest.mark.parametrize(("spelled", "name"), CASES)
+@pytest.mark.parametrize(("spelled", "name"), CASES, ids=short_id)
 def test_plan_is_golden(spelled, name):
-    rope = geometry(name)
-    plan = parse_method(spelled).plan(rope, context=context(name), seq_len=rope.original_context)
+    rope, window, tokens = place(name)
+    plan = parse_method(spelled).plan(rope, context=window, seq_len=tokens)
     assert plan.inv_freq.dtype == torch.float32
     check(plan, GOLDEN[spelled][name])
-
-
-# Methods that change a model even where nothing is stretched: they stop pairs instead of slowing them.
-NO_IDENTITY = {"nope", "p-rope"}
 
 
 @pytest.mark.parametrize("name", sorted(set(known_methods()) - NO_IDENTITY))
@@ -66,7 +75,7 @@ def test_factor_one_changes_no_bit(name, rope):
     assert plan.attention_scale == 1.0
 
 
-@pytest.mark.parametrize("name", sorted(set(known_methods()) - NO_IDENTITY - {"abf"}))
+@pytest.mark.parametrize("name", INTERPOLATING)
 @given(rope=strategies.geometries(), factor=strategies.factors)
 def test_interpolation_stays_between_kept_and_divided(name, rope, factor):
     target = round(rope.original_context * factor)
@@ -103,12 +112,72 @@ def test_ntk_keeps_the_first_pair_and_divides_the_last(rope, factor):
 @given(rope=strategies.geometries(), factor=strategies.factors, seq_len=st.integers(1, 2**20))
 def test_static_methods_ignore_the_current_length(rope, factor, seq_len):
     target = round(rope.original_context * factor)
-    for name in known_methods():
+    for name in set(known_methods()) - DYNAMIC - {"longrope"}:
         chosen = method(name)
         keys = {chosen.frequency_key(rope, context=target, seq_len=n) for n in (1, seq_len)}
         assert len(keys) == 1
         plans = [chosen.plan(rope, context=target, seq_len=n).inv_freq for n in (1, seq_len)]
         assert torch.equal(*plans)
+
+
+@pytest.mark.parametrize("name", sorted(DYNAMIC))
+@given(rope=strategies.geometries(), factor=strategies.factors, share=st.floats(0, 1))
+def test_dynamic_methods_leave_the_original_window_alone(name, rope, factor, share):
+    target = round(rope.original_context * factor)
+    tokens = max(1, round(share * rope.original_context))
+    for length in (1, tokens, rope.original_context):
+        assert method(name).frequency_key(rope, context=target, seq_len=length) == "original"
+        plan = method(name).plan(rope, context=target, seq_len=length)
+        assert torch.equal(plan.inv_freq, rope.inv_freq)
+        assert plan.attention_scale == 1.0
+
+
+@pytest.mark.parametrize("name", sorted(DYNAMIC))
+@given(rope=strategies.geometries(), factor=strategies.factors, ahead=st.integers(1, 2**20))
+def test_dynamic_methods_grow_with_every_token_beyond_it(name, rope, factor, ahead):
+    target = round(rope.original_context * factor)
+    chosen, length = method(name), rope.original_context + ahead
+    assert chosen.frequency_key(rope, context=target, seq_len=length) == length
+    plans = [chosen.plan(rope, context=target, seq_len=n).inv_freq.double() for n in (length, 2 * length)]
+    assert bool((plans[1] <= plans[0] * (1 + RTOL)).all())
+    if name == "dynamic-ntk":  # yarn may keep every pair of a short head
+        assert plans[1][-1] < plans[0][-1]
+
+
+def test_dynamic_ntk_bases_of_llama2():
+    """Llama-2's head, window and base at alpha 2: the base at 1.5, 2 and 4 windows."""
+    rope = RopeGeometry(head_dim=128, theta=1e4, original_context=4096)
+    for tokens, theta in ((6144, 20221.2617), (8192, 30527.7367), (16384, 72195.8601)):
+        plan = method("dynamic-ntk").plan(rope, context=8192, seq_len=tokens)
+        torch.testing.assert_close(
+            plan.inv_freq.double(), torch.tensor(reference.base(128, theta)).double(), rtol=RTOL, atol=0
+        )
+
+
+@given(rope=strategies.geometries(), factor=strategies.factors)
+def test_resonance_wavelengths_are_whole_tokens(rope, factor):
+    target = round(rope.original_context * factor)
+    inner = method("yarn").plan(rope, context=target, seq_len=1)
+    plan = method("resonance", over=method("yarn")).plan(rope, context=target, seq_len=1)
+    wavelengths = 2 * math.pi / plan.inv_freq.double()
+    # fp32 holds a wavelength to 2^-24 of itself; beyond 2^20 tokens that alone is no whole token any more
+    near = wavelengths < 2**20
+    torch.testing.assert_close(wavelengths[near], wavelengths[near].round(), rtol=RTOL, atol=0)
+    assert bool(((wavelengths - 2 * math.pi / inner.inv_freq.double()).abs()[near] <= 0.5 + 0.2).all())
+    assert plan.attention_scale == inner.attention_scale
+
+
+@given(rope=strategies.geometries(), factor=strategies.factors)
+def test_longrope_switches_after_the_original_window(rope, factor):
+    target = round(rope.original_context * factor)
+    n = rope.num_pairs
+    chosen = method("longrope", long_factor=(2.0,) * n)
+    for tokens, key, division in ((1, "short", 1), (rope.original_context, "short", 1), (2**21, "long", 2)):
+        assert chosen.frequency_key(rope, context=target, seq_len=tokens) == key
+        plan = chosen.plan(rope, context=target, seq_len=tokens)
+        assert torch.equal(plan.inv_freq, rope.inv_freq / division)
+    just_beyond = chosen.plan(rope, context=target, seq_len=rope.original_context + 1)
+    assert torch.equal(just_beyond.inv_freq, rope.inv_freq / 2)
 
 
 @given(rope=strategies.geometries())
@@ -177,11 +246,106 @@ def _llama3_by_wavelength(d, b, L, s):
     return out
 
 
+def _long_at_every_length(d, b, _L, s, _l):
+    return reference.longrope(d, b, reference.example_factors(d, s)[1])
+
+
+def _short_at_every_length(d, b, _L, s, _l):
+    return reference.longrope(d, b, reference.example_factors(d, s)[0])
+
+
+def _rounded(rounding):
+    return lambda d, b, L, s: [2 * math.pi / rounding(2 * math.pi / f) for f in reference.base(d, b)]
+
+
 def _swapped(inv_freq):
     return inv_freq[len(inv_freq) // 2 :] + inv_freq[: len(inv_freq) // 2]
 
 
+LONGROPE = reference.spell_factors(16, 4.0)
+
+# Where goldens have a length l of their own, the wrong formula takes it as a fifth argument.
 MUTANTS = {
+    "alpha forgotten": ("dynamic-ntk", lambda d, b, L, s, l: reference.dynamic_ntk(d, b, L, l, 1.0), None),
+    "alpha where 1 was asked": (
+        "dynamic-ntk:alpha=1",
+        lambda d, b, L, s, l: reference.dynamic_ntk(d, b, L, l, s),
+        None,
+    ),
+    "static at the window": ("dynamic-ntk:alpha=1", lambda d, b, L, s, l: reference.ntk(d, b, s), None),
+    "window of the target, dynamic": (
+        "dynamic-ntk",
+        lambda d, b, L, s, l: reference.dynamic_ntk(d, b, s * L, l, s),
+        None,
+    ),
+    "alpha - 1 not taken off": (
+        "dynamic-ntk",
+        lambda d, b, L, s, l: reference.base(d, b * max(1.0, s * l / L) ** (d / (d - 2))),
+        None,
+    ),
+    "dynamic exponent 1": (
+        "dynamic-ntk",
+        lambda d, b, L, s, l: reference.base(d, b * max(1.0, s * l / L - (s - 1))),
+        None,
+    ),
+    "one token late": (
+        "dynamic-ntk",
+        lambda d, b, L, s, l: reference.dynamic_ntk(d, b, L, max(L, l - 1), s),
+        None,
+    ),
+    "positions divided instead": (
+        "dynamic-ntk:alpha=1",
+        lambda d, b, L, s, l: reference.linear(d, b, max(1.0, l / L)),
+        None,
+    ),
+    "static yarn": ("dynamic-yarn", lambda d, b, L, s, l: reference.yarn(d, b, L, s), None),
+    "factor of the window in the temperature": (
+        "dynamic-yarn",
+        lambda d, b, L, s, l: reference.dynamic_yarn(d, b, L, l),
+        reference.yarn_scale,
+    ),
+    "only short factors": (LONGROPE, _short_at_every_length, None),
+    "only long factors": (LONGROPE, _long_at_every_length, None),
+    "long at the original length": (
+        LONGROPE,
+        lambda d, b, L, s, l: reference.longrope(d, b, reference.example_factors(d, s)[l >= L]),
+        None,
+    ),
+    "factors multiplied": (
+        LONGROPE,
+        lambda d, b, L, s, l: [
+            f * k for f, k in zip(reference.base(d, b), reference.example_factors(d, s)[l > L], strict=True)
+        ],
+        None,
+    ),
+    "longrope scale without the root": (
+        LONGROPE,
+        lambda d, b, L, s, l: reference.longrope(d, b, reference.example_factors(d, s)[l > L]),
+        lambda s: reference.longrope_scale(64, s) ** 2,
+    ),
+    "yarn's scale under longrope": (
+        LONGROPE,
+        lambda d, b, L, s, l: reference.longrope(d, b, reference.example_factors(d, s)[l > L]),
+        reference.yarn_scale,
+    ),
+    "wavelengths rounded down": ("resonance", _rounded(math.floor), None),
+    "wavelengths rounded up": ("resonance", _rounded(math.ceil), None),
+    "wavelengths not rounded": ("resonance", lambda d, b, L, s: reference.base(d, b), None),
+    "rounded before, not after, the method": (
+        "resonance:over=yarn",
+        lambda d, b, L, s: [
+            r * y / f
+            for r, y, f in zip(
+                reference.resonance(reference.base(d, b)), reference.yarn(d, b, L, s), reference.base(d, b), strict=True
+            )
+        ],
+        None,
+    ),
+    "wrapped method's scale lost": (
+        "resonance:over=yarn",
+        lambda d, b, L, s: reference.resonance(reference.yarn(d, b, L, s)),
+        lambda s: 1.0,
+    ),
     "factor applied twice": ("linear", lambda d, b, L, s: reference.linear(d, b, s * s), None),
     "factor multiplied, not divided": ("linear", lambda d, b, L, s: reference.linear(d, b, 1 / s), None),
     "halves swapped": ("linear", lambda d, b, L, s: _swapped(reference.linear(d, b, s)), None),
@@ -253,10 +417,12 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_goldens_reject_the_mutant(name):
     spelled, wrong, wrong_scale = MUTANTS[name]
-    for geometry_name, golden in GOLDEN[spelled].items():
-        d, b, L, s = GEOMETRIES[geometry_name]
-        scale = wrong_scale(s) if wrong_scale else golden["attention_scale"]
-        plan = PositionPlan(inv_freq=torch.tensor(wrong(d, b, L, s), dtype=torch.float32), attention_scale=scale)
+    for where, golden in GOLDEN[spelled].items():
+        rope, window, tokens = place(where)
+        numbers = (rope.head_dim, rope.theta, rope.original_context, window / rope.original_context)
+        scale = wrong_scale(numbers[-1]) if wrong_scale else golden["attention_scale"]
+        inv_freq = wrong(*numbers, tokens) if "@" in where else wrong(*numbers)
+        plan = PositionPlan(inv_freq=torch.tensor(inv_freq, dtype=torch.float32), attention_scale=scale)
         try:
             check(plan, golden)
         except AssertionError:
@@ -264,7 +430,7 @@ def test_goldens_reject_the_mutant(name):
     pytest.fail(f"no golden tells {name!r} from {spelled}")
 
 
-@pytest.mark.parametrize("spelled", GOLDEN)
+@pytest.mark.parametrize("spelled", GOLDEN, ids=short_id)
 def test_the_reference_itself_passes_where_mutants_fail(spelled):
     for golden in GOLDEN[spelled].values():
         check(
@@ -275,11 +441,12 @@ def test_the_reference_itself_passes_where_mutants_fail(spelled):
 @pytest.mark.parametrize("name", known_methods())
 def test_a_smaller_window_than_the_original_is_refused(name):
     rope = RopeGeometry(head_dim=16, theta=1e4, original_context=256)
+    chosen = method(name, **{"long_factor": (1.0,) * 8} if name == "longrope" else {})
     with pytest.raises(ContextError, match="128 is below the original window of 256"):
-        method(name).plan(rope, context=128, seq_len=1)
+        chosen.plan(rope, context=128, seq_len=1)
 
 
-@pytest.mark.parametrize("name", sorted(set(known_methods()) - {"unscaled", "linear", "nope", "p-rope"}))
+@pytest.mark.parametrize("name", sorted(set(known_methods()) - {"unscaled", "linear", "nope", "p-rope", "resonance"}))
 def test_methods_that_need_a_plain_base_refuse_a_scaled_one(name):
     rope = RopeGeometry(head_dim=16, theta=1e4, original_context=256, inv_freq=base_inv_freq(16, 1e4) / 2)
     with pytest.raises(MethodError, match="already scaled"):
@@ -299,6 +466,16 @@ def test_methods_that_need_a_plain_base_refuse_a_scaled_one(name):
         ("ntk-by-parts:beta_fast=1", "ntk-by-parts: beta_fast 1 and beta_slow 1"),
         ("p-rope:fraction=0", r"outside \(0, 1\]; use nope"),
         ("p-rope:fraction=1.5", r"outside \(0, 1\]"),
+        ("dynamic-ntk:alpha=0", "alpha 0"),
+        ("dynamic-ntk:alpha=inf", "alpha inf"),
+        ("dynamic-yarn:beta_fast=1", "dynamic-yarn: beta_fast 1 and beta_slow 1"),
+        ("dynamic-yarn:attention_scale=-1", "dynamic-yarn: attention_scale -1"),
+        ("longrope:attention_scale=0", "longrope: attention_scale 0"),
+        ("longrope:long_factor=1;0;2", "long_factor of pair 1 is 0.0; it must be a positive number"),
+        ("longrope:short_factor=1;nan", "short_factor of pair 1 is nan"),
+        ("resonance:over=resonance:over=yarn", "over another resonance"),
+        ("resonance:over=yran", "did you mean 'yarn'"),
+        ("resonance:over=yarn:beta=1", "did you mean 'beta_fast'|'beta' is not a hyper-parameter"),
         ("llama3:low_freq_factor=4:high_freq_factor=4", "high_freq_factor > low_freq_factor"),
         ("abf:theta=1", "theta"),
         ("abf:theta=inf", "theta"),
@@ -338,6 +515,77 @@ def test_p_rope_needs_one_pair():
     rope = RopeGeometry(head_dim=16, theta=1e4, original_context=64)
     with pytest.raises(MethodError, match="less than one"):
         method("p-rope", fraction=0.1).plan(rope, context=64, seq_len=1)
+
+
+def test_resonance_needs_a_static_method():
+    rope = RopeGeometry(head_dim=16, theta=1e4, original_context=64)
+    for spelled in ("dynamic-ntk", "dynamic-yarn", reference.spell_factors(16, 4.0)):
+        with pytest.raises(MethodError, match="follows the current length; wrap a static method"):
+            parse_method(f"resonance:over={spelled}").plan(rope, context=256, seq_len=1)
+
+
+def test_resonance_over_a_scaled_base_refuses_where_the_wrapped_method_does():
+    rope = RopeGeometry(head_dim=16, theta=1e4, original_context=64, inv_freq=base_inv_freq(16, 1e4) / 2)
+    expected = reference.resonance([f / 4 for f in reference.base(16, 1e4)])
+    plan = parse_method("resonance:over=linear").plan(rope, context=128, seq_len=1)
+    torch.testing.assert_close(plan.inv_freq.double(), torch.tensor(expected).double(), rtol=RTOL, atol=0)
+    with pytest.raises(MethodError, match="yarn: not defined over frequencies that are already scaled"):
+        parse_method("resonance:over=yarn").plan(rope, context=128, seq_len=1)
+
+
+def test_longrope_needs_factors_that_fit():
+    rope = RopeGeometry(head_dim=16, theta=1e4, original_context=64)
+    with pytest.raises(MethodError, match="no factors; give long_factor=FILE"):
+        method("longrope").plan(rope, context=256, seq_len=1)
+    with pytest.raises(MethodError, match="short_factor has 2 numbers; head_dim 16 needs 8"):
+        method("longrope", short_factor=(1, 1), long_factor=(1,) * 8).plan(rope, context=256, seq_len=1)
+
+
+FACTOR_FILES = {
+    "list.json": "[1, 1.5, 2]",
+    "object.json": '{"short_factor": [1, 1, 1], "long_factor": [1, 1.5, 2]}',
+    "config.json": '{"model_type": "phi3", "rope_scaling": {"type": "longrope", "long_factor": [1, 1.5, 2]}}',
+    "new.json": '{"rope_parameters": {"rope_type": "longrope", "long_factor": [1, 1.5, 2]}, "hidden_size": 3}',
+    "columns.csv": "short_factor, long_factor\n1, 1\n1, 1.5\n1, 2\n",
+    "column.csv": "1\n1.5\n2\n",
+    "row.csv": "1,1.5,2\n",
+}
+
+
+@pytest.mark.parametrize("name", FACTOR_FILES)
+def test_factor_files(tmp_path, name):
+    (tmp_path / name).write_text(FACTOR_FILES[name])
+    chosen = parse_method(f"longrope:long_factor={tmp_path / name}")
+    assert chosen.long_factor == (1.0, 1.5, 2.0)
+    assert parse_method(spell(chosen)) == chosen
+    assert re.fullmatch(r"longrope:long_factor=\(3 numbers, [0-9a-f]{8}\)", label(chosen))
+    assert label(chosen) != label(method("longrope", long_factor=(1, 1.5, 3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("gone.json", None, "cannot be read: No such file"),
+        ("bad.json", "[1, 2", "is not JSON"),
+        ("other.json", '{"factors": [1]}', "has no such key; it has: factors"),
+        ("scalar.json", '{"long_factor": 2}', "holds no list"),
+        ("words.json", '["a", 1]', "not a number"),
+        ("true.json", "[true, 1]", "not a number"),
+        ("empty.json", "[]", "holds no numbers"),
+        ("empty.csv", "", "holds no numbers"),
+        ("header.csv", "a,b\n1,2\n", "has no column of that name; it starts with: a,b"),
+        ("ragged.csv", "x,long_factor\n1,2\n3\n", "rows that are too short for its column 2"),
+        ("words.csv", "1\ntwo\n", "not a number"),
+        ("binary.csv", b"\xff\xfe", "not UTF-8"),
+        ("negative.csv", "1\n-2\n", "long_factor of pair 1 is -2.0"),
+    ],
+)
+def test_factor_files_that_are_none(tmp_path, name, text, words):
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(MethodError, match=words) as caught:
+        parse_method(f"longrope:long_factor={tmp_path / name}")
+    assert "\n" not in str(caught.value)
 
 
 def test_geometry_with_its_own_frequencies_is_respected():
