@@ -24,8 +24,9 @@ if TYPE_CHECKING:
         PatchError,
         RopeExtError,
     )
-    from rope_ext.export import save_extended
+    from rope_ext.export import extend_from_record, save_extended
     from rope_ext.geometry import RopeGeometry
+    from rope_ext.gguf import extend_gguf, save_gguf
     from rope_ext.hf import load_model
     from rope_ext.methods.abf import Abf
     from rope_ext.methods.dynamic_ntk import DynamicNtk
@@ -70,9 +71,12 @@ _HOME = {
     "Unscaled": "methods.unscaled",
     "Yarn": "methods.yarn",
     "extend": "patch",
+    "extend_from_record": "export",
+    "extend_gguf": "gguf",
     "load_model": "hf",
     "method": "registry",
     "save_extended": "export",
+    "save_gguf": "gguf",
 }
 
 __all__ = [
@@ -101,9 +105,12 @@ __all__ = [
     "Unscaled",
     "Yarn",
     "extend",
+    "extend_from_record",
+    "extend_gguf",
     "load_model",
     "method",
     "save_extended",
+    "save_gguf",
 ]
 
 

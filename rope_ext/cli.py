@@ -177,7 +177,10 @@ def _base(value: str | None) -> "ScaledBase | None":
 def extend(
     model: ModelArgument,
     method: MethodOption,
-    out: Annotated[Path, typer.Option("--out", "-o", help="a new directory for the checkpoint")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="a new directory for the checkpoint")] = None,
+    gguf: Annotated[
+        Path | None, typer.Option("--gguf", help="a new GGUF file for llama.cpp, besides or instead")
+    ] = None,
     context: ContextOption = None,
     factor: FactorOption = None,
     base: BaseOption = None,
@@ -187,26 +190,52 @@ def extend(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint with a longer window that stock transformers loads with the same logits."""
+    """Write a checkpoint with a longer window that stock code loads with the same logits, and say which does.
+
+    A GGUF made from a GGUF is a copy of it, weights and tokenizer as they stand.
+    """
     with _one_line_errors():
-        from rope_ext.export import check_target, save_extended
-        from rope_ext.hf import load_model
+        from rope_ext.errors import ExportError
+        from rope_ext.export import check_target, portability, save_extended
+        from rope_ext.gguf import check_gguf_target, extend_gguf, save_gguf
+        from rope_ext.hf import load_model, locate
         from rope_ext.patch import extend as extend_model
         from rope_ext.registry import parse_method
 
         _quiet_libraries()
         chosen = parse_method(method)
-        check_target(out)
-        loaded, tokenizer = load_model(model, device="cpu", dtype="auto")
-        with extend_model(loaded, chosen, context=context, factor=factor, base=_base(base)) as patch:
-            path = save_extended(loaded, out, tokenizer=tokenizer, allow_approximate=allow_approximate)
-            if as_json:
-                _print_json({"out": str(path), "fingerprint": patch.fingerprint.as_dict()})
-                return
-            typer.echo(
-                f"{path}: {model} with {method}, window {patch.geometry.original_context} -> {patch.context} tokens; "
-                f"load it with AutoModelForCausalLM.from_pretrained({str(path)!r})"
-            )
+        if out is None and gguf is None:
+            raise ExportError("export: nothing to write; give --out DIR, --gguf FILE, or both")
+        if out is not None:
+            check_target(out)
+        if gguf is not None:
+            check_gguf_target(gguf)
+        folder, inside = locate(model)
+        copied = gguf is not None and "gguf_file" in inside and base is None
+        if copied and gguf is not None:
+            extend_gguf(Path(folder) / inside["gguf_file"], gguf, chosen, context=context, factor=factor)
+        written: dict[str, object] = {"gguf": str(gguf)} if gguf is not None else {}
+        lines = [f"{gguf}: {model} with {method}; load it with llama.cpp"] if gguf is not None else []
+        if out is not None or not copied:
+            loaded, tokenizer = load_model(model, device="cpu", dtype="auto")
+            with extend_model(loaded, chosen, context=context, factor=factor, base=_base(base)) as patch:
+                if gguf is not None and not copied:
+                    save_gguf(loaded, gguf, tokenizer=tokenizer)
+                if out is not None:
+                    path = save_extended(loaded, out, tokenizer=tokenizer, allow_approximate=allow_approximate)
+                    verdicts = portability(loaded, allow_approximate=allow_approximate)
+                    written |= {"out": str(path), "readers": {v.reader: v.kind for v in verdicts}}
+                    lines.append(
+                        f"{path}: {model} with {method}, window {patch.geometry.original_context} -> {patch.context} "
+                        f"tokens; load it with AutoModelForCausalLM.from_pretrained({str(path)!r})"
+                    )
+                    lines += [f"  {verdict}" for verdict in verdicts]
+                written["fingerprint"] = patch.fingerprint.as_dict()
+        if as_json:
+            _print_json(written)
+            return
+        for line in lines:
+            typer.echo(line)
 
 
 @app.command()

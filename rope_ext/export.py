@@ -5,14 +5,18 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext.errors import ExportError
-from rope_ext.patch import active_patch_table
+from rope_ext.patch import Patch, active_patch_table, extend
 from rope_ext.plan import hyperparameters
-from rope_ext.stock import StockForm, disagreement, exported_form
+from rope_ext.readers import Verdict, judge
+from rope_ext.registry import method
+from rope_ext.stock import StockForm, disagreement, exported_form, frequencies_agree, telling_lengths
 from rope_ext.tables import ExtendedRotaryEmbedding
 
 RECORD = "rope_ext.json"
@@ -29,7 +33,8 @@ def save_extended(
 
     config.json states the scaling twice: `rope_parameters` for transformers 5 and vLLM, `rope_theta` and
     `rope_scaling` for transformers 4 and converters, which would otherwise fall back to base 10000 and no scaling.
-    The tokenizer, if given, is saved with the new window. `rope_ext.json` records method and geometry.
+    The tokenizer, if given, is saved with the new window. `rope_ext.json` records method, geometry and readers. Of a
+    model with a LoRA adapter only the adapter is written, with the record that `extend_from_record` puts back.
 
     Stock code rounds the same formulas in other places. A plain base or a division is bit-equal; for the others the
     frequencies agree to 1e-6, relative, and logits of order 10 were seen to differ by up to 1e-4 over 200 tokens.
@@ -42,15 +47,11 @@ def save_extended(
         ExportError: the model is not extended, the method has no stock form, the directory is not empty or cannot be
             written, or the checkpoint would not reload with the same frequencies (nothing is left behind then).
     """
-    table = active_patch_table(model)
-    if table is None:
-        raise ExportError(
-            "export: the model is not extended; call extend() first, or save_pretrained() for a plain copy"
-        )
+    table = _active_table(model)
     target = check_target(directory)
     if any(p.is_meta for p in model.parameters()):
         raise ExportError("export: the weights are on the meta device; load them first")
-    form = exported_form(model.config, table, allow_approximate=allow_approximate)
+    form = None if _is_adapter(model) else exported_form(model.config, table, allow_approximate=allow_approximate)
     try:
         # Written aside and moved when whole, so that a killed export leaves no half checkpoint. An empty directory is
         # filled from within: it may be a mount point, or somebody's working directory.
@@ -62,7 +63,8 @@ def save_extended(
         raise ExportError(f"export: {target} cannot be written: {error.strerror}") from error
     try:
         _write(model, partial, tokenizer, table, form)
-        _check_stock_reads_alike(partial, table, form)
+        if form is not None:
+            _check_stock_reads_alike(partial, table, form)
         if inside:
             for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # that one last
                 path.rename(target / path.name)
@@ -82,22 +84,59 @@ def _write(
     directory: Path,
     tokenizer: PreTrainedTokenizerBase | None,
     table: ExtendedRotaryEmbedding,
-    form: StockForm,
+    form: StockForm | None,
 ) -> None:
     model.save_pretrained(directory)
-    _write_config(directory / "config.json", form)
+    readers: dict[str, str] = {}
+    if form is not None:
+        _write_config(directory / "config.json", form)
+        verdicts = portability(model, allow_approximate=not form.exact)
+        readers = {verdict.reader: str(verdict).partition(": ")[2] for verdict in verdicts}
     if tokenizer is not None:
-        _save_tokenizer(tokenizer, directory, form.window)
+        _save_tokenizer(tokenizer, directory, table.context if form is None else form.window)
     record = {
         "method": table.method.name,
         "hyperparameters": dict(hyperparameters(table.method)),
         "context": table.context,
         "original_context": table.geometry.original_context,
-        "exact": form.exact,
+        "base": table.base,
+        "exact": form is None or form.exact,
+        "readers": readers,
         "attention_scale": table.plan.attention_scale,
         "inv_freq": table.plan.inv_freq.tolist(),
     }
     (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_adapter(model: PreTrainedModel) -> bool:
+    """Return whether `save_pretrained` would write an adapter alone: peft and transformers mark it so."""
+    return getattr(model, "peft_config", None) is not None
+
+
+def portability(model: PreTrainedModel, *, allow_approximate: bool = False) -> list[Verdict]:
+    """Return how transformers, vLLM, SGLang, llama.cpp and ollama take the export of a patched model.
+
+    Raises:
+        ExportError: the model is not extended, or has no stock form.
+    """
+    table = _active_table(model)
+    form = exported_form(model.config, table, allow_approximate=allow_approximate)
+    return judge(
+        form.parameters,
+        window=form.window,
+        geometry=table.geometry,
+        plans={length: table.plan_at(length) for length in telling_lengths(table)},
+        family=str(model.config.model_type),
+    )
+
+
+def _active_table(model: PreTrainedModel) -> ExtendedRotaryEmbedding:
+    table = active_patch_table(model)
+    if table is None:
+        raise ExportError(
+            "export: the model is not extended; call extend() first, or save_pretrained() for a plain copy"
+        )
+    return table
 
 
 def check_target(directory: str | os.PathLike[str]) -> Path:
@@ -129,6 +168,8 @@ def _write_config(path: Path, form: StockForm) -> None:
     config["rope_theta"] = parameters["rope_theta"]
     if parameters["rope_type"] != "default":
         config["rope_scaling"] = {**parameters, "type": parameters["rope_type"]}
+    if parameters["rope_type"] == "longrope":  # where transformers 4 looks for it; otherwise it takes the whole window
+        config["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -152,3 +193,29 @@ def _check_stock_reads_alike(directory: Path, table: ExtendedRotaryEmbedding, fo
         raise ExportError(
             f"export: stock transformers would read {found}; this method has no stock form for this model"
         )
+
+
+def extend_from_record(model: PreTrainedModel, directory: str | os.PathLike[str]) -> Patch:
+    """Extend a model as `rope_ext.json` in a directory says, and return the patch: for an adapter and its base.
+
+    An adapter holds no positions. `save_extended` puts the record beside it, and here the base gets them back:
+
+        with extend_from_record(base, "adapter"):
+            model = PeftModel.from_pretrained(base, "adapter")
+
+    Raises:
+        ExportError: there is no record, or the model does not get the recorded frequencies from it.
+        RopeExtError: what `extend` raises.
+    """
+    path = Path(directory) / RECORD
+    try:
+        record = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+        chosen = method(record["method"], **record["hyperparameters"])
+        context, base, wanted = int(record["context"]), record["base"], torch.tensor(record["inv_freq"])
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ExportError(f"export: {path} is no record of an extended model: {error}") from error
+    patch = extend(model, chosen, context=context, base=base)
+    if patch.plan.inv_freq.shape != wanted.shape or not frequencies_agree(patch.plan.inv_freq, wanted):
+        patch.undo()
+        raise ExportError(f"export: {path} was made on another base: this one gets other frequencies from its method")
+    return patch

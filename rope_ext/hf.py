@@ -209,7 +209,7 @@ def load_model(
         ModelError: nothing of that name, transformers cannot load it, or weights are missing from it.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    source, gguf = _locate(name)
+    source, gguf = locate(name)
     dtype = dtype or (torch.float32 if device == "cpu" else "auto")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
@@ -238,7 +238,7 @@ def load_config(name: str) -> PretrainedConfig:
     Raises:
         ModelError: nothing of that name, or transformers cannot read it.
     """
-    source, gguf = _locate(name)
+    source, gguf = locate(name)
     try:
         return AutoConfig.from_pretrained(source, **gguf)
     except Exception as error:
@@ -250,8 +250,12 @@ def _unreadable(name: str, error: Exception) -> ModelError:
     return ModelError(f"model: {name!r} cannot be loaded: {reason[:400]}")
 
 
-def _locate(name: str) -> tuple[str, dict[str, str]]:
-    """Return what transformers should load, and `{"gguf_file": ...}` if that is a GGUF."""
+def locate(name: str) -> tuple[str, dict[str, str]]:
+    """Return what transformers should load for a model's name, and `{"gguf_file": ...}` if that is a GGUF.
+
+    Raises:
+        ModelError: nothing of that name.
+    """
     if not name:
         raise ModelError("model: the name is empty; give tiny, smollm2, a directory, or a Hub id (owner/name)")
     if name == "tiny":

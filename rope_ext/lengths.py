@@ -88,19 +88,21 @@ class LengthFollowing:
     """What makes rows and `generate` right for a table whose frequencies follow the current length, until `undo`.
 
     Attributes:
-        model: with or without a `generate`.
+        generator: the transformers model that generates, inside a wrapper or not; None of a model without a head.
     """
 
-    def __init__(self, model: PreTrainedModel, parent: nn.Module, table: ExtendedRotaryEmbedding) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, parent: nn.Module, table: ExtendedRotaryEmbedding) -> None:
+        models = (m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, PREPARE))
+        self.generator: PreTrainedModel | None = next(models, None)
         self._hook = parent.register_forward_pre_hook(positions_from_mask, with_kwargs=True)
-        self._before: PrepareInputs | None = model.__dict__.get(PREPARE)
-        if hasattr(model, PREPARE):
-            setattr(model, PREPARE, PrepareInputs(model, table))
+        if self.generator is not None:
+            self._before: PrepareInputs | None = self.generator.__dict__.get(PREPARE)
+            setattr(self.generator, PREPARE, PrepareInputs(self.generator, table))
 
     def undo(self) -> None:
         """Leave the model as it was found."""
         self._hook.remove()
-        self.model.__dict__.pop(PREPARE, None)
-        if self._before is not None:
-            setattr(self.model, PREPARE, self._before)
+        if self.generator is not None:
+            self.generator.__dict__.pop(PREPARE, None)
+            if self._before is not None:
+                setattr(self.generator, PREPARE, self._before)

@@ -10,7 +10,7 @@ from typing import Self, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rope_ext.errors import MethodError, ModelError, PatchError
 from rope_ext.geometry import RopeGeometry
@@ -252,11 +252,8 @@ def extend(
     if nested and base is not None:
         raise ModelError(f"base: the model is already extended and keeps its geometry; leave base={base!r} out")
     geometry = current.geometry if nested else read_geometry(model.config, base=base)
-    target = resolve_context(geometry, context=context, factor=factor)
-    check_attention_reach(model.config, target)
-    table = ExtendedRotaryEmbedding(method, geometry, target)
-    for length in sorted({1, geometry.original_context, geometry.original_context + 1, target, target + 1}):
-        _check_plan(method, geometry, table.plan_at(length))
+    table = build_table(model.config, geometry, method, context=context, factor=factor)
+    table.base = current.base if nested else base
     parameters = parameters_in_step(model.config, table)
     table.to(current.inv_freq.device)
     patch = Patch(model, method, site, table)
@@ -267,6 +264,22 @@ def extend(
         patch.undo()
         raise
     return patch
+
+
+def build_table(
+    config: PretrainedConfig, geometry: RopeGeometry, method: Method, *, context: int | None, factor: float | None
+) -> ExtendedRotaryEmbedding:
+    """Return the rotary module of a method at exactly one of `context` and `factor`, its plans checked.
+
+    Raises:
+        ContextError, ModelError, MethodError: as `extend`.
+    """
+    target = resolve_context(geometry, context=context, factor=factor)
+    check_attention_reach(config, target)
+    table = ExtendedRotaryEmbedding(method, geometry, target)
+    for length in sorted({1, geometry.original_context, geometry.original_context + 1, target, target + 1}):
+        _check_plan(method, geometry, table.plan_at(length))
+    return table
 
 
 def _check_plan(method: Method, geometry: RopeGeometry, plan: PositionPlan) -> None:

@@ -145,7 +145,8 @@ class DynamicMethod(Stretch):
 def general_rope_parameters(rope: RopeGeometry, plan: PositionPlan, *, context: int) -> RopeParameters:
     """Return any static plan as transformers' "longrope" type, whose short and long factors are the same list.
 
-    Exact in transformers. Other engines may set the attention scale of this type by a rule of their own (vLLM does).
+    Exact in transformers. vLLM and SGLang set the attention scale of this type by a rule of their own unless they find
+    the pair of mscales, which transformers warns about as unknown and ignores.
     """
     if not bool((plan.inv_freq > 0).all()):
         raise MethodError("plan: pairs that do not turn have no stock form in transformers")
@@ -158,8 +159,13 @@ def general_rope_parameters(rope: RopeGeometry, plan: PositionPlan, *, context: 
         "original_max_position_embeddings": rope.original_context,
         "short_factor": factors,
         "long_factor": factors,
-        "attention_factor": float(plan.attention_scale),
+        **longrope_scale_keys(plan.attention_scale),
     }
+
+
+def longrope_scale_keys(scale: float) -> RopeParameters:
+    """Return an attention scale in every way that readers of the "longrope" type look for one."""
+    return {"attention_factor": float(scale), "short_mscale": float(scale), "long_mscale": float(scale)}
 
 
 def hyperparameters(method: Method) -> Mapping[str, object]:

@@ -81,6 +81,18 @@ def attention_temperature(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0
 
 
+def yarn_scale_keys(factor: float, scale: float) -> dict[str, float]:
+    """Return an attention scale in both ways that readers of the "yarn" type look for one.
+
+    transformers and vLLM read `attention_factor`; SGLang only the ratio (1 + 0.1 mscale ln s) / (1 + 0.1
+    mscale_all_dim ln s), s being the factor. Where no pair gives the scale, it is left out.
+    """
+    span = attention_temperature(factor) - 1
+    mscale = (scale * (1 + span) - 1) / span if span else 0.0
+    pair = {"mscale": mscale, "mscale_all_dim": 1.0} if mscale > 0 else {}
+    return {"attention_factor": scale, **pair}
+
+
 def check_attention_scale(name: str, attention_scale: float | str) -> None:
     """Refuse a scale that is neither "auto" nor a positive number.
 

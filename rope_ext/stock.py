@@ -97,22 +97,19 @@ def parameters_in_step(config: PretrainedConfig, table: ExtendedRotaryEmbedding)
     else than the module would make `save_pretrained` write another model than the one that was measured. Where stock
     code cannot follow, the configuration names the method under a type that stock code refuses to load.
 
-    Raises:
-        MethodError: a static table that no stock configuration gives.
     """
-    geometry, context, method = table.geometry, table.context, table.method
+    geometry, context = table.geometry, table.context
     own = _own_parameters(config, table)
-    if own and _agrees(config, table, StockForm(own, context, _telling_lengths(table))):
+    if own and _agrees(config, table, StockForm(own, context, telling_lengths(table))):
         return own
-    if not table.is_static:
-        return _whole(config, {"rope_type": NO_STOCK_TYPE, "rope_theta": geometry.theta, "method": spell(method)})
-    general = _whole(config, general_rope_parameters(geometry, table.plan, context=context))
-    if _agrees(config, table, StockForm(general, context, _telling_lengths(table))):
-        return general
-    raise MethodError(f"{method.name}: no configuration of stock transformers gives its frequencies")
+    if table.is_static and bool((table.plan.inv_freq > 0).all()):
+        general = _whole(config, general_rope_parameters(geometry, table.plan, context=context))
+        if _agrees(config, table, StockForm(general, context, telling_lengths(table))):
+            return general
+    return _whole(config, {"rope_type": NO_STOCK_TYPE, "rope_theta": geometry.theta, "method": spell(table.method)})
 
 
-def _telling_lengths(table: ExtendedRotaryEmbedding) -> tuple[int, ...]:
+def telling_lengths(table: ExtendedRotaryEmbedding) -> tuple[int, ...]:
     """Return the whole window, and for a table that follows the length both sides of the original one too."""
     original, context = table.geometry.original_context, table.context
     return (context,) if table.is_static else (original, original + 1, context)
@@ -148,19 +145,24 @@ def exported_form(config: PretrainedConfig, table: ExtendedRotaryEmbedding, *, a
     live = cast("RopeParameters", config.rope_parameters)
     context, original = table.context, table.geometry.original_context
     if live["rope_type"] != NO_STOCK_TYPE:
-        return StockForm(dict(live), context, _telling_lengths(table))
+        return StockForm(dict(live), context, telling_lengths(table))
+    if table.is_static:
+        raise ExportError(
+            f"export: {table.method.name} has no stock form for {config.model_type!r}: no configuration of stock "
+            "transformers gives its frequencies"
+        )
     frozen = general_rope_parameters(table.geometry, table.plan, context=context)
     nearest = StockForm(_whole(config, frozen), context, (context,), exact=False)
     how = f"its frequencies at {context} tokens, frozen for every length"
     own = _own_parameters(config, table)
     if own:
         # Stock code takes the stored window of its dynamic type as the original one.
-        unextended = StockForm(own, original, _telling_lengths(table), exact=False)
+        unextended = StockForm(own, original, telling_lengths(table), exact=False)
         if _agrees(config, table, unextended):
             nearest = unextended
             how = (
                 f"type {own['rope_type']!r} with the stored window left at {original}: equal for one sequence in a new "
-                "module, which then remembers the longest sequence it has seen, and mixes bases in its cache"
+                "module, which then remembers the longest it has seen, and mixes bases in its cache"
             )
     if not allow_approximate:
         raise ExportError(

@@ -29,6 +29,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         self.method = method
         self.geometry = geometry
         self.context = context
+        self.base: str | None = None  # how a scaled checkpoint was taken, see hf.read_geometry
         self.patch: Any = None  # the Patch that put this module in, so that an outer one can find what lies on top
         self.plan: PositionPlan = self.plan_at(context)
         lengths = (1, geometry.original_context, geometry.original_context + 1, context, context + 1)

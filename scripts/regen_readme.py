@@ -11,7 +11,10 @@ from pathlib import Path
 
 from evals.rows import Cell, read_cells
 from evals.stats import effective_length
-from rope_ext.plan import spell
+from rope_ext.errors import MethodError
+from rope_ext.geometry import RopeGeometry
+from rope_ext.plan import STATIC, Method, hyperparameters, spell
+from rope_ext.readers import judge
 from rope_ext.registry import known_methods, method
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,17 +23,40 @@ RESULTS = ROOT / "recipes" / "results"
 
 
 def methods_table() -> str:
-    lines = ["| name | what changes | hyper-parameters | fine-tuning | source |", "|---|---|---|---|---|"]
+    head = ("name", "what changes", "hyper-parameters", "fine-tuning", "length", "exported exactly for", "source")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, cls in known_methods().items():
         values = ", ".join(f"`{key}={value}`" for key, value in _defaults(cls()).items())
-        lines.append(f"| `{name}` | {cls.summary} | {values} | {cls.needs_training} | {cls.source} |")
+        static, readers = exports(LISTS if name == "longrope" else cls())
+        follows = "static" if static else "follows"
+        row = (f"`{name}`", cls.summary, values, cls.needs_training, follows, readers, cls.source)
+        lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
-def _defaults(instance: object) -> dict[str, object]:
-    from rope_ext.plan import Method, hyperparameters
+# Who takes a method is a matter of its formula, not of the checkpoint: LLaMA-2's head, base and window, stretched by 4.
+EXAMPLE = RopeGeometry(head_dim=128, theta=10_000.0, original_context=4096)
+LISTS = method("longrope", short_factor=[1.0] * 64, long_factor=[1 + i / 21 for i in range(64)])
 
-    assert isinstance(instance, Method)
+
+def exports(chosen: Method) -> tuple[bool, str]:
+    """Return whether a method is static, and which readers take its export exactly."""
+    window, original = 4 * EXAMPLE.original_context, EXAMPLE.original_context
+    plans = {n: chosen.plan(EXAMPLE, context=window, seq_len=n) for n in (original, original + 1, window)}
+    static = {chosen.frequency_key(EXAMPLE, context=window, seq_len=n) for n in plans} == {STATIC}
+    try:
+        parameters = chosen.rope_parameters(EXAMPLE, context=window)
+    except MethodError:
+        return static, "none"
+    stored = original if parameters["rope_type"] == "dynamic" else window
+    verdicts = judge(parameters, window=stored, geometry=EXAMPLE, plans=plans)
+    exact = [verdict.reader for verdict in verdicts if verdict.kind == "exact"]
+    if len(exact) == len(verdicts):
+        return static, "all, GGUF"
+    return static, ", ".join([*exact, *(["GGUF"] if static else [])]) or "none"
+
+
+def _defaults(instance: Method) -> dict[str, object]:
     return dict(hyperparameters(instance))
 
 

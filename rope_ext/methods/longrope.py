@@ -13,7 +13,7 @@ from pydantic import BeforeValidator
 
 from rope_ext.errors import MethodError
 from rope_ext.geometry import RopeGeometry
-from rope_ext.plan import LIST_SEPARATOR, FrequencyKey, PositionPlan, RopeParameters, Stretch
+from rope_ext.plan import LIST_SEPARATOR, FrequencyKey, PositionPlan, RopeParameters, Stretch, longrope_scale_keys
 from rope_ext.ramp import check_attention_scale
 
 
@@ -166,5 +166,5 @@ class Longrope(Stretch):
             "long_factor": list(long),
         }
         if self.attention_scale != "auto":
-            parameters["attention_factor"] = float(self.attention_scale)
+            parameters |= longrope_scale_keys(self.attention_scale)
         return parameters

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from rope_ext.geometry import RopeGeometry
 from rope_ext.plan import PositionPlan, RopeParameters, StaticMethod
-from rope_ext.ramp import blend, check_betas, ramp_over_pairs
+from rope_ext.ramp import blend, check_betas, ramp_over_pairs, yarn_scale_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +49,7 @@ class NtkByParts(StaticMethod):
         return PositionPlan(inv_freq=blend(rope, interpolation, factor))
 
     def rope_parameters(self, rope: RopeGeometry, *, context: int) -> RopeParameters:
-        """Return transformers' "yarn" type with a scale of 1.
-
-        Said in both ways that engines read, since some drop `attention_factor` and others the pair of mscales.
-        """
+        """Return transformers' "yarn" type with a scale of 1."""
         return {
             "rope_type": "yarn",
             "rope_theta": rope.theta,
@@ -61,7 +58,5 @@ class NtkByParts(StaticMethod):
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,
             "truncate": self.truncate,
-            "attention_factor": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
+            **yarn_scale_keys(self.factor(rope, context), 1.0),
         }

@@ -13,6 +13,7 @@ from rope_ext.ramp import (
     check_betas,
     ramp_over_pairs,
     ramp_over_rotations,
+    yarn_scale_keys,
 )
 
 
@@ -87,5 +88,5 @@ class Yarn(StaticMethod):
             "truncate": self.truncate,
         }
         if self.attention_scale != "auto":
-            parameters["attention_factor"] = float(self.attention_scale)
+            parameters |= yarn_scale_keys(self.factor(rope, context), float(self.attention_scale))
         return parameters

@@ -4,11 +4,15 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rope_ext import ExportError, Linear, Yarn, extend, load_model, save_extended
+from rope_ext.export import extend_from_record
+from rope_ext.plan import label
 from rope_ext.registry import parse_method
-from tests.conftest import LENGTH_DEPENDENT, STATIC, WINDOW, logits_of
+from tests.conftest import LENGTH_DEPENDENT, STATIC, WINDOW, logits_of, random_llama
 
 SPELLED = [
     *STATIC,
@@ -161,3 +165,116 @@ def test_what_stock_code_would_read_differently_is_refused_and_leaves_nothing(ll
         with pytest.raises(ExportError, match="other frequencies"):
             save_extended(llama, tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_reloads_with_the_same_logits(ids, tmp_path, dtype):
+    """Frequencies stay in fp32 on both sides, so half-precision models agree as exactly as fp32 ones."""
+    model = random_llama(initializer_range=0.05).to(dtype)
+    with extend(model, Yarn(), factor=4):
+        ours = logits_of(model, ids)
+        path = save_extended(model, tmp_path / "out")
+    stock = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    assert stock.dtype == dtype
+    # cos and sin may round to neighbouring values of 8 or 11 bits
+    torch.testing.assert_close(logits_of(stock, ids), ours, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
+def test_shards(llama, ids, tmp_path, monkeypatch):
+    """Weights too large for one file are split by save_pretrained; the configuration stays one."""
+    real = type(llama).save_pretrained
+    monkeypatch.setattr(type(llama), "save_pretrained", lambda self, path: real(self, path, max_shard_size="60KB"))
+    with extend(llama, Yarn(), factor=4):
+        ours = logits_of(llama, ids)
+        path = save_extended(llama, tmp_path / "out")
+    assert len(list(path.glob("model-*.safetensors"))) > 1
+    stock = AutoModelForCausalLM.from_pretrained(path).eval()
+    torch.testing.assert_close(logits_of(stock, ids), ours, rtol=0, atol=1e-3)
+
+
+def test_no_file_holds_frequencies_as_weights(llama, tmp_path):
+    with extend(llama, Yarn(), factor=4):
+        path = save_extended(llama, tmp_path / "out")
+    with safe_open(path / "model.safetensors", "pt") as weights:
+        assert [name for name in weights.keys() if "inv_freq" in name or "rotary" in name] == []  # noqa: SIM118
+
+
+def test_the_record_says_who_reads_it(llama, tmp_path):
+    with extend(llama, Yarn(), factor=4):
+        path = save_extended(llama, tmp_path / "out")
+    readers = json.loads((path / "rope_ext.json").read_text())["readers"]
+    assert readers["transformers 5"] == "exact"
+    assert readers["ollama"].startswith("cannot (")
+
+
+# peft asks transformers for a name that transformers 5.24 has deprecated
+quiet_peft = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+ADAPTED = ["yarn:beta_fast=16", "dynamic-ntk", LENGTH_DEPENDENT[2], "resonance:over=linear"]
+
+
+@quiet_peft
+@pytest.mark.parametrize("spelled", ADAPTED, ids=lambda s: label(parse_method(s)))
+@pytest.mark.parametrize("order", ["extended first", "wrapped first"])
+def test_an_adapter_carries_the_record_of_its_positions(llama, ids, tmp_path, spelled, order):
+    chosen = parse_method(spelled)
+    settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    if order == "extended first":
+        extend(llama, chosen, factor=4)
+        model = get_peft_model(llama, settings).eval()
+    else:
+        model = get_peft_model(llama, settings).eval()
+        extend(model, chosen, factor=4)
+    ours = logits_of(model, ids)
+    prompt = ids[:1, : WINDOW - 2]
+    wanted = prompt
+    for _ in range(5):
+        wanted = torch.cat((wanted, logits_of(model, wanted)[:, -1:].argmax(-1)), dim=1)
+    mask, settings = torch.ones_like(prompt), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    written = model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=5, **settings)
+    assert torch.equal(written, wanted)
+    path = save_extended(model, tmp_path / "adapter")
+    assert not (path / "config.json").exists()
+    assert not (path / "model.safetensors").exists()
+
+    base = random_llama()
+    with extend_from_record(base, path) as patch:
+        assert patch.method == chosen
+        assert patch.context == 4 * WINDOW
+        loaded = PeftModel.from_pretrained(base, path).eval()
+        assert torch.equal(logits_of(loaded, ids), ours)
+
+
+@quiet_peft
+def test_a_merged_adapter_exports_as_a_whole_model(llama, ids, tmp_path):
+    settings = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    with extend(llama, Yarn(), factor=4):
+        merged = get_peft_model(llama, settings).merge_and_unload()
+        ours = logits_of(merged, ids)
+        path = save_extended(merged, tmp_path / "out")
+    stock = AutoModelForCausalLM.from_pretrained(path).eval()
+    torch.testing.assert_close(logits_of(stock, ids), ours, rtol=0, atol=1e-3)
+
+
+def test_records_that_do_not_fit(llama, tmp_path):
+    with pytest.raises(ExportError, match="is no record of an extended model"):
+        extend_from_record(llama, tmp_path)
+    (tmp_path / "rope_ext.json").write_text('{"method": "yran"}')
+    with pytest.raises(ExportError, match="is no record of an extended model: 'hyperparameters'"):
+        extend_from_record(llama, tmp_path)
+    with extend(llama, Yarn(), factor=4):
+        path = save_extended(llama, tmp_path / "out")
+    other = random_llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    with pytest.raises(ExportError, match="made on another base"):
+        extend_from_record(other, path)
+    assert type(other.model.rotary_emb).__name__ == "LlamaRotaryEmbedding"
+
+
+def test_the_record_of_a_scaled_base(ids, tmp_path):
+    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    model = random_llama(rope_parameters=dict(scaled))
+    with extend(model, Linear(), factor=2, base="checkpoint"):
+        ours = logits_of(model, ids)
+        path = save_extended(model, tmp_path / "out")
+    with extend_from_record(random_llama(rope_parameters=dict(scaled)), path) as patch:
+        assert torch.equal(logits_of(patch.model, ids), ours)

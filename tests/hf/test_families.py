@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rope_ext import MethodError, ModelError, Unscaled, Yarn, extend, save_extended
+from rope_ext import ExportError, ModelError, Unscaled, Yarn, extend, save_extended
 from rope_ext.plan import label
 from rope_ext.registry import parse_method
 from rope_ext.stock import FAMILIES
@@ -86,8 +86,10 @@ def test_takes_effect_and_reloads_with_the_same_logits(kind, ids, tmp_path, spel
     before = logits_of(model, ids)
     if kind == "phi3" and spelled in {"nope", "p-rope"}:
         # Phi-3's configuration knows longrope alone, which divides and cannot stop a pair.
-        with pytest.raises(MethodError, match="pairs that do not turn have no stock form"):
-            extend(model, parse_method(spelled), factor=4)
+        with extend(model, parse_method(spelled), factor=4):
+            assert not torch.equal(logits_of(model, ids), before)
+            with pytest.raises(ExportError, match=f"{spelled} has no stock form for 'phi3'"):
+                save_extended(model, tmp_path / "out")
         return
     with extend(model, parse_method(spelled), factor=4):
         ours = logits_of(model, ids)

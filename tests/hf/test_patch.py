@@ -377,7 +377,7 @@ class Custom(StaticMethod):
             "negative": PositionPlan(inv_freq=-inv_freq),
             "scale": PositionPlan(inv_freq=inv_freq, attention_scale=0.0),
             "slopes": PositionPlan(inv_freq=inv_freq, alibi_slopes=torch.ones(4)),
-            "zero": PositionPlan(inv_freq=0 * inv_freq),
+            "stopped": PositionPlan(inv_freq=torch.cat((inv_freq[:1], 0 * inv_freq[1:2], inv_freq[2:]))),
         }.get(self.broken, PositionPlan(inv_freq=inv_freq, attention_scale=1.2))
 
 
@@ -390,7 +390,6 @@ class Custom(StaticMethod):
         ("negative", "negative or not finite"),
         ("scale", "negative or not finite"),
         ("slopes", "ALiBi slopes, which no patch supports yet"),
-        ("zero", "no stock form"),
     ],
 )
 def test_methods_that_cannot_be_carried_out(llama, ids, broken, words):
@@ -399,6 +398,18 @@ def test_methods_that_cannot_be_carried_out(llama, ids, broken, words):
         extend(llama, Custom(broken), factor=2)
     assert torch.equal(logits_of(llama, ids), before)
     assert llama.config.to_dict() == config
+
+
+def test_a_method_without_any_stock_form_patches_and_does_not_export(llama, ids, tmp_path):
+    """A pair stopped between others that turn: no configuration says that, so none is written."""
+    before = logits_of(llama, ids)
+    with extend(llama, Custom("stopped"), factor=2):
+        assert (logits_of(llama, ids) - before).abs().max() > 1
+        with pytest.raises(ExportError, match="custom has no stock form for 'llama'"):
+            save_extended(llama, tmp_path / "out", allow_approximate=True)
+        llama.save_pretrained(tmp_path / "plain")
+    with pytest.raises(KeyError, match="rope-ext"):  # not silently another model
+        LlamaForCausalLM.from_pretrained(tmp_path / "plain")
 
 
 def test_a_method_without_a_stock_type_is_exported_pair_by_pair(llama, ids, tmp_path):
