@@ -38,6 +38,10 @@ FactorOption = Annotated[
 BaseOption = Annotated[
     str | None, typer.Option("--base", help="for a checkpoint that already carries scaling: original or checkpoint")
 ]
+OriginalOption = Annotated[
+    int | None,
+    typer.Option("--original-context", help="the window that the base was trained with, if its configuration is wrong"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document instead of a table")]
 
 
@@ -147,6 +151,7 @@ def inspect(
     context: ContextOption = None,
     factor: FactorOption = None,
     base: BaseOption = None,
+    original_context: OriginalOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show a model's rotary geometry and what a method would do to every pair."""
@@ -159,7 +164,12 @@ def inspect(
         if context is None and factor is None:
             factor = 1.0
         found = inspect_config(
-            load_config(model), parse_method(method), context=context, factor=factor, base=_base(base)
+            load_config(model),
+            parse_method(method),
+            context=context,
+            factor=factor,
+            base=_base(base),
+            original_context=original_context,
         )
         if as_json:
             _print_json({"model": model, "method": method, **found.as_dict()})
@@ -184,6 +194,7 @@ def extend(
     context: ContextOption = None,
     factor: FactorOption = None,
     base: BaseOption = None,
+    original_context: OriginalOption = None,
     allow_approximate: Annotated[
         bool,
         typer.Option("--allow-approximate", help="write the nearest stock form of a method that has no exact one"),
@@ -213,12 +224,20 @@ def extend(
         folder, inside = locate(model)
         copied = gguf is not None and "gguf_file" in inside and base is None
         if copied and gguf is not None:
-            extend_gguf(Path(folder) / inside["gguf_file"], gguf, chosen, context=context, factor=factor)
+            source = Path(folder) / inside["gguf_file"]
+            extend_gguf(source, gguf, chosen, context=context, factor=factor, original_context=original_context)
         written: dict[str, object] = {"gguf": str(gguf)} if gguf is not None else {}
         lines = [f"{gguf}: {model} with {method}; load it with llama.cpp"] if gguf is not None else []
         if out is not None or not copied:
             loaded, tokenizer = load_model(model, device="cpu", dtype="auto")
-            with extend_model(loaded, chosen, context=context, factor=factor, base=_base(base)) as patch:
+            with extend_model(
+                loaded,
+                chosen,
+                context=context,
+                factor=factor,
+                base=_base(base),
+                original_context=original_context,
+            ) as patch:
                 if gguf is not None and not copied:
                     save_gguf(loaded, gguf, tokenizer=tokenizer)
                 if out is not None:

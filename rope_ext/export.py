@@ -211,10 +211,11 @@ def extend_from_record(model: PreTrainedModel, directory: str | os.PathLike[str]
     try:
         record = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
         chosen = method(record["method"], **record["hyperparameters"])
-        context, base, wanted = int(record["context"]), record["base"], torch.tensor(record["inv_freq"])
+        context, original, base = int(record["context"]), int(record["original_context"]), record["base"]
+        wanted = torch.tensor(record["inv_freq"])
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise ExportError(f"export: {path} is no record of an extended model: {error}") from error
-    patch = extend(model, chosen, context=context, base=base)
+    patch = extend(model, chosen, context=context, base=base, original_context=original)
     if patch.plan.inv_freq.shape != wanted.shape or not frequencies_agree(patch.plan.inv_freq, wanted):
         patch.undo()
         raise ExportError(f"export: {path} was made on another base: this one gets other frequencies from its method")

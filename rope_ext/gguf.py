@@ -53,6 +53,7 @@ def extend_gguf(
     *,
     context: int | None = None,
     factor: float | None = None,
+    original_context: int | None = None,
 ) -> Path:
     """Write a copy of a GGUF with a longer window and the method's frequencies and scale, and return its path.
 
@@ -64,7 +65,9 @@ def extend_gguf(
     """
     gguf = _package()
     config = load_config(str(source))
-    table = build_table(config, read_geometry(config), method, context=context, factor=factor)
+    table = build_table(
+        config, read_geometry(config, original_context=original_context), method, context=context, factor=factor
+    )
     target = _check(out, table)
     try:
         reader = gguf.GGUFReader(source)

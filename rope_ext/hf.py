@@ -1,5 +1,6 @@
 """Hugging Face models: read their geometry, find their rotary site, load them by name."""
 
+import dataclasses
 import importlib.util
 import math
 import numbers
@@ -58,19 +59,26 @@ def find_rotary_site(model: nn.Module) -> RotarySite:
     return RotarySite(model.get_submodule(parent), attribute, paths[0])
 
 
-def read_geometry(config: PretrainedConfig, *, base: ScaledBase | None = None) -> RopeGeometry:
+def read_geometry(
+    config: PretrainedConfig, *, base: ScaledBase | None = None, original_context: int | None = None
+) -> RopeGeometry:
     """Return the rotary geometry that a configuration describes.
 
     Args:
         base: needed for a checkpoint that already carries scaling, and only there. "original" drops the scaling and
             starts from the window before it; "checkpoint" takes its frequencies and its full window as the base.
+        original_context: the window that the base was trained with, in tokens, where the configuration does not say
+            it: early linear checkpoints, as Vicuna's, store the window before scaling as the full one.
 
     Raises:
         ModelError: not a supported family, several kinds of rotary layers, partial rotary dimensions, or a
             checkpoint with scaling and no `base`.
     """
     try:
-        return _read_geometry(config, base)
+        geometry = _read_geometry(config, base)
+        if original_context is None:
+            return geometry
+        return dataclasses.replace(geometry, original_context=operator.index(original_context))
     except RopeExtError:
         raise
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:

@@ -110,13 +110,14 @@ def inspect_config(
     context: int | None = None,
     factor: float | None = None,
     base: ScaledBase | None = None,
+    original_context: int | None = None,
 ) -> Inspection:
     """Return what `method` would do to a model of this configuration, at exactly one of `context` and `factor`.
 
     Raises:
         ModelError, ContextError, MethodError: as `extend` would.
     """
-    geometry = read_geometry(config, base=base)
+    geometry = read_geometry(config, base=base, original_context=original_context)
     target = resolve_context(geometry, context=context, factor=factor)
     check_attention_reach(config, target)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or geometry.num_heads)

@@ -222,6 +222,7 @@ def extend(
     context: int | None = None,
     factor: float | None = None,
     base: ScaledBase | None = None,
+    original_context: int | None = None,
 ) -> Patch:
     """Put `method` into a live model and return the handle that takes it out again.
 
@@ -236,6 +237,7 @@ def extend(
         context: the window to reach, tokens; or
         factor: the same as a multiple of the original window. Exactly one of the two.
         base: for a checkpoint that already carries scaling: "original" or "checkpoint", see `hf.read_geometry`.
+        original_context: the window of the base in tokens, where the configuration does not say it.
 
     Raises:
         ModelError: the model is not LLaMA-like, compiled, sharded, on the meta device, or carries scaling.
@@ -249,9 +251,10 @@ def extend(
     site = find_rotary_site(model)
     current = getattr(site.parent, site.attribute)
     nested = isinstance(current, ExtendedRotaryEmbedding)
-    if nested and base is not None:
-        raise ModelError(f"base: the model is already extended and keeps its geometry; leave base={base!r} out")
-    geometry = current.geometry if nested else read_geometry(model.config, base=base)
+    if nested and (base is not None or original_context is not None):
+        given = f"base={base!r}" if base is not None else f"original_context={original_context}"
+        raise ModelError(f"base: the model is already extended and keeps its geometry; leave {given} out")
+    geometry = current.geometry if nested else read_geometry(model.config, base=base, original_context=original_context)
     table = build_table(model.config, geometry, method, context=context, factor=factor)
     table.base = current.base if nested else base
     parameters = parameters_in_step(model.config, table)

@@ -305,6 +305,27 @@ def test_scaled_checkpoints_as_the_base(ids, tmp_path):
         extend(yarned, Linear(), factor=2, base="checkpoint")
 
 
+def test_a_window_that_the_configuration_misstates(ids, tmp_path):
+    """Vicuna's way: linear by 2, and the window before scaling stored as the full one."""
+    model = random_llama(rope_parameters=dict(SCALED["linear"]))
+    with pytest.raises(ModelError, match="scaling, 32 to 64"):
+        extend(model, Linear(), factor=2)
+    with extend(model, Ntk(), context=256, base="original", original_context=64) as patch:
+        assert patch.factor == 4
+        with extend(random_llama(), Ntk(), context=256) as fresh:
+            assert torch.equal(patch.plan.inv_freq, fresh.plan.inv_freq)
+        with pytest.raises(ModelError, match="leave original_context=32 out"):
+            extend(model, Ntk(), context=256, original_context=32)
+    with extend(model, Linear(), factor=2, base="checkpoint", original_context=128) as patch:
+        assert patch.context == 256
+        ours = logits_of(model, ids)
+        path = save_extended(model, tmp_path / "out")
+    torch.testing.assert_close(logits_of(LlamaForCausalLM.from_pretrained(path).eval(), ids), ours, rtol=0, atol=1e-3)
+    for wrong, words in ((0, "0 tokens is no window"), (1.5, "malformed"), (512, "256 is below the original window")):
+        with pytest.raises(ValueError, match=words):
+            extend(random_llama(), Ntk(), context=256, original_context=wrong)
+
+
 def test_bases_that_cannot_be():
     with pytest.raises(ModelError, match="base='original' has no effect"):
         extend(random_llama(), Linear(), factor=2, base="original")
