@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext.errors import ExportError
 from rope_ext.patch import active_patch_table
-from rope_ext.plan import hyperparameters
+from rope_ext.plan import RopeParameters, hyperparameters
 from rope_ext.stock import StockForm, disagreement, exported_form
 from rope_ext.tables import ExtendedRotaryEmbedding
 
@@ -51,29 +53,9 @@ def save_extended(
     if any(p.is_meta for p in model.parameters()):
         raise ExportError("export: the weights are on the meta device; load them first")
     form = exported_form(model.config, table, allow_approximate=allow_approximate)
-    try:
-        # Written aside and moved when whole, so that a killed export leaves no half checkpoint. An empty directory is
-        # filled from within: it may be a mount point, or somebody's working directory.
-        inside = target.is_dir()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target if inside else target.parent))
-        partial.chmod(0o755)
-    except OSError as error:
-        raise ExportError(f"export: {target} cannot be written: {error.strerror}") from error
-    try:
+    with written_aside(target) as partial:
         _write(model, partial, tokenizer, table, form)
         _check_stock_reads_alike(partial, table, form)
-        if inside:
-            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # that one last
-                path.rename(target / path.name)
-        else:
-            partial.rename(target)
-    except (OSError, SafetensorError, ValueError) as error:  # a full disk; a generation config that does not validate
-        reason = " ".join(str(error).split())
-        raise ExportError(f"export: {target} cannot be written: {reason[:300]}") from error
-    finally:
-        if partial.exists():
-            shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
@@ -85,7 +67,7 @@ def _write(
     form: StockForm,
 ) -> None:
     model.save_pretrained(directory)
-    _write_config(directory / "config.json", form)
+    write_config(directory / "config.json", form.parameters, form.window)
     if tokenizer is not None:
         _save_tokenizer(tokenizer, directory, form.window)
     record = {
@@ -122,10 +104,43 @@ def check_target(directory: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _write_config(path: Path, form: StockForm) -> None:
+@contextmanager
+def written_aside(target: Path) -> Generator[Path]:
+    """Return a new directory to write a checkpoint into, which is put at `target` when the block has ended well.
+
+    A killed export leaves no half checkpoint at `target`, a failed one leaves nothing. A `target` that is there (empty,
+    as `check_target` found it) is filled from within: it may be a mount point, or somebody's working directory.
+
+    Raises:
+        ExportError: the place cannot be written, or the writer in the block failed as writers do.
+    """
+    try:
+        inside = target.is_dir()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target if inside else target.parent))
+        partial.chmod(0o755)
+    except OSError as error:
+        raise ExportError(f"export: {target} cannot be written: {error.strerror}") from error
+    try:
+        yield partial
+        if inside:
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # that one last
+                path.rename(target / path.name)
+        else:
+            partial.rename(target)
+    except (OSError, SafetensorError, ValueError) as error:  # a full disk; a generation config that does not validate
+        reason = " ".join(str(error).split())
+        raise ExportError(f"export: {target} cannot be written: {reason[:300]}") from error
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_config(path: Path, parameters: RopeParameters, window: int) -> None:
+    """State the rotary parameters and the window in a config.json, in the dialects of transformers 5 and 4."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["rope_parameters"] = parameters = form.parameters
-    config["max_position_embeddings"] = form.window
+    config["rope_parameters"] = parameters
+    config["max_position_embeddings"] = window
     config["rope_theta"] = parameters["rope_theta"]
     if parameters["rope_type"] != "default":
         config["rope_scaling"] = {**parameters, "type": parameters["rope_type"]}
