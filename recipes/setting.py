@@ -19,7 +19,7 @@ from evals.perplexity import group_lengths
 from recipes.load import RecipeError, make_recipe, read_recipe, write_recipe
 from recipes.schema import CompareRecipe
 from rope_ext.geometry import RopeGeometry
-from rope_ext.hf import load_model, read_geometry, resolve_context
+from rope_ext.hf import load_model, read_geometry, resolve_context, size_of_head
 from rope_ext.patch import extend
 from rope_ext.plan import Method, spell
 from rope_ext.registry import parse_method
@@ -189,7 +189,6 @@ def prompt_cost(model: PreTrainedModel, prompt: PasskeyPrompt, frequency_key: Ca
 def forward_cost(model: PreTrainedModel, length: int) -> float:
     """Return the operations of one forward over `length` tokens: 2 per weight and token, and causal attention."""
     config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = config.num_attention_heads * head_dim
+    width = config.num_attention_heads * size_of_head(config)
     weights = sum(p.numel() for p in model.base_model.parameters())
     return 2.0 * weights * length + 2.0 * config.num_hidden_layers * width * length * (length + 1)

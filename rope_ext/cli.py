@@ -20,6 +20,7 @@ import rope_ext
 if TYPE_CHECKING:
     from recipes.schema import CompareRecipe
     from rope_ext.hf import ScaledBase
+    from rope_ext.layout import Layout
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -255,6 +256,54 @@ def extend(
             return
         for line in lines:
             typer.echo(line)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="META_DIR", help="the folder with params.json and consolidated.00.pth")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="a new directory for the checkpoint")],
+    window: Annotated[
+        int | None,
+        typer.Option(
+            "--window",
+            help="the window in tokens, which Meta's files do not state: 2048 for LLaMA 1, 4096 for Llama 2, 16384 for "
+            "Code Llama; known for LLaMA 3 (8192) and 3.1 (131072)",
+        ),
+    ] = None,
+    rope_factor: Annotated[
+        float | None,
+        typer.Option(
+            "--rope-factor",
+            help="the factor of use_scaled_rope where params.json leaves it open: 8 for LLaMA 3.1 and 3.3, 32 for 3.2",
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout", help="how the query and key rows are stored, over what the weights say: neighbours or halves"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn a checkpoint of Meta's (params.json, consolidated.*.pth) into a Hugging Face one with the same logits."""
+    with _one_line_errors():
+        from rope_ext.convert import convert_meta
+
+        _quiet_libraries()
+        done = convert_meta(
+            source, out, window=window, rope_factor=rope_factor, layout=cast("Layout | None", layout)
+        )  # convert_meta says which layouts there are
+        if as_json:
+            _print_json({"source": str(source), **done.as_dict()})
+            return
+        typer.echo(
+            f"{done.path}: {source} for transformers, window {done.window} tokens; load it with "
+            f"AutoModelForCausalLM.from_pretrained({str(done.path)!r})"
+        )
+        typer.echo(f"layout: {done.layout_in_words()}")
+        typer.echo(f"tokenizer: {done.tokenizer}")
 
 
 @app.command()

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext.errors import ExportError
 from rope_ext.patch import Patch, active_patch_table, extend
-from rope_ext.plan import hyperparameters
+from rope_ext.plan import RopeParameters, hyperparameters
 from rope_ext.readers import Verdict, judge
 from rope_ext.registry import method
 from rope_ext.stock import StockForm, disagreement, exported_form, frequencies_agree, telling_lengths
@@ -52,30 +54,10 @@ def save_extended(
     if any(p.is_meta for p in model.parameters()):
         raise ExportError("export: the weights are on the meta device; load them first")
     form = None if _is_adapter(model) else exported_form(model.config, table, allow_approximate=allow_approximate)
-    try:
-        # Written aside and moved when whole, so that a killed export leaves no half checkpoint. An empty directory is
-        # filled from within: it may be a mount point, or somebody's working directory.
-        inside = target.is_dir()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target if inside else target.parent))
-        partial.chmod(0o755)
-    except OSError as error:
-        raise ExportError(f"export: {target} cannot be written: {error.strerror}") from error
-    try:
+    with written_aside(target) as partial:
         _write(model, partial, tokenizer, table, form)
         if form is not None:
             _check_stock_reads_alike(partial, table, form)
-        if inside:
-            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # that one last
-                path.rename(target / path.name)
-        else:
-            partial.rename(target)
-    except (OSError, SafetensorError, ValueError) as error:  # a full disk; a generation config that does not validate
-        reason = " ".join(str(error).split())
-        raise ExportError(f"export: {target} cannot be written: {reason[:300]}") from error
-    finally:
-        if partial.exists():
-            shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
@@ -89,7 +71,7 @@ def _write(
     model.save_pretrained(directory)
     readers: dict[str, str] = {}
     if form is not None:
-        _write_config(directory / "config.json", form)
+        write_config(directory / "config.json", form.parameters, form.window)
         verdicts = portability(model, allow_approximate=not form.exact)
         readers = {verdict.reader: str(verdict).partition(": ")[2] for verdict in verdicts}
     if tokenizer is not None:
@@ -161,10 +143,43 @@ def check_target(directory: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _write_config(path: Path, form: StockForm) -> None:
+@contextmanager
+def written_aside(target: Path) -> Generator[Path]:
+    """Return a new directory to write a checkpoint into, which is put at `target` when the block has ended well.
+
+    A killed export leaves no half checkpoint at `target`, a failed one leaves nothing. A `target` that is there (empty,
+    as `check_target` found it) is filled from within: it may be a mount point, or somebody's working directory.
+
+    Raises:
+        ExportError: the place cannot be written, or the writer in the block failed as writers do.
+    """
+    try:
+        inside = target.is_dir()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target if inside else target.parent))
+        partial.chmod(0o755)
+    except OSError as error:
+        raise ExportError(f"export: {target} cannot be written: {error.strerror}") from error
+    try:
+        yield partial
+        if inside:
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # that one last
+                path.rename(target / path.name)
+        else:
+            partial.rename(target)
+    except (OSError, SafetensorError, ValueError) as error:  # a full disk; a generation config that does not validate
+        reason = " ".join(str(error).split())
+        raise ExportError(f"export: {target} cannot be written: {reason[:300]}") from error
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_config(path: Path, parameters: RopeParameters, window: int) -> None:
+    """State the rotary parameters and the window in a config.json, in the dialects of transformers 5 and 4."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["rope_parameters"] = parameters = form.parameters
-    config["max_position_embeddings"] = form.window
+    config["rope_parameters"] = parameters
+    config["max_position_embeddings"] = window
     config["rope_theta"] = parameters["rope_theta"]
     if parameters["rope_type"] != "default":
         config["rope_scaling"] = {**parameters, "type": parameters["rope_type"]}

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rope_ext.errors import ExportError, MethodError
 from rope_ext.geometry import base_inv_freq
-from rope_ext.hf import load_config, read_geometry
+from rope_ext.hf import load_config, read_geometry, size_of_head
+from rope_ext.layout import to_neighbours
 from rope_ext.patch import active_patch_table, build_table
 from rope_ext.plan import Method, spell
 from rope_ext.stock import frequencies_agree
@@ -237,7 +237,7 @@ def _check_reads_alike(reader: "GGUFReader", table: ExtendedRotaryEmbedding) -> 
 def _add_model_fields(writer: "GGUFWriter", model: PreTrainedModel) -> None:
     gguf = _package()
     config = model.config
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    head_dim = size_of_head(config)
     kinds = {
         torch.float32: gguf.LlamaFileType.ALL_F32,
         torch.float16: gguf.LlamaFileType.MOSTLY_F16,
@@ -265,7 +265,7 @@ def _add_weights(writer: "GGUFWriter", model: PreTrainedModel) -> None:
     gguf = _package()
     config = model.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    head_dim = size_of_head(config)
     kinds = {torch.float16: gguf.GGMLQuantizationType.F16, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -274,21 +274,15 @@ def _add_weights(writer: "GGUFWriter", model: PreTrainedModel) -> None:
         if known is None:
             raise ExportError(f"export: {name} has no place in a GGUF of a LLaMA")
         layer = name.rsplit(".", 2)[-2]
-        rows = neighbours_from_halves(weight, heads[layer]) if layer in heads else weight
+        turned = layer in {"q_proj", "k_proj"}  # biases turn with their rows
+        columns = weight if weight.ndim > 1 else weight[:, None]
+        rows = to_neighbours(columns, head_dim).reshape(weight.shape) if turned else weight
         values = rows.detach().float().cpu().numpy()
         kind = kinds.get(weight.dtype) if weight.ndim > 1 else None  # norms and biases stay in fp32, as llama.cpp wants
         if kind is None:
             writer.add_tensor(known, values)
         else:
             writer.add_tensor(known, gguf.quantize(values, kind), raw_dtype=kind)
-
-
-def neighbours_from_halves(rows: Tensor, num_heads: int) -> Tensor:
-    """Return rows of a query or key projection in llama.cpp's order, shape unchanged: rotary pairs side by side.
-
-    In each head, [x0 x1 x2 | y0 y1 y2] -> [x0 y0 x1 y1 x2 y2].
-    """
-    return rows.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, num_ids: int) -> "Callable[[GGUFWriter], None]":

@@ -104,7 +104,7 @@ def _read_geometry(config: PretrainedConfig, base: ScaledBase | None) -> RopeGeo
         )
     theta = float(cast("float", parameters["rope_theta"]))
     num_heads = int(config.num_attention_heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    head_dim = size_of_head(config)
     window = int(config.max_position_embeddings)
     if base not in {None, "original", "checkpoint"}:
         raise ModelError(f"base: {base!r} is neither original nor checkpoint; give one of the two, or leave it out")
@@ -114,6 +114,11 @@ def _read_geometry(config: PretrainedConfig, base: ScaledBase | None) -> RopeGeo
         return RopeGeometry(head_dim=head_dim, theta=theta, original_context=window, num_heads=num_heads)
 
     return _scaled_geometry(config, parameters, base, head_dim=head_dim, theta=theta, num_heads=num_heads)
+
+
+def size_of_head(config: PretrainedConfig) -> int:
+    """Return head_dim, which some configurations leave to the width and the number of heads."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _scaled_geometry(

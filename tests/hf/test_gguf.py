@@ -11,7 +11,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from rope_ext import ContextError, ExportError, Linear, MethodError, Ntk, Yarn, extend, load_model
-from rope_ext.gguf import extend_gguf, neighbours_from_halves, save_gguf
+from rope_ext.gguf import extend_gguf, save_gguf
 from rope_ext.plan import label
 from rope_ext.registry import parse_method
 from tests.conftest import LENGTH_DEPENDENT, STATIC, WINDOW, random_llama
@@ -147,9 +147,15 @@ def test_tied_embeddings_are_written_once(tmp_path):
     assert "output.weight" not in tensors
 
 
-def test_rows_of_pairs_stand_side_by_side():
-    rows = torch.arange(12.0)[:, None]
-    assert neighbours_from_halves(rows, 2).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+def test_biases_turn_with_their_rows(tmp_path):
+    llama = random_llama(attention_bias=True)
+    with torch.no_grad():
+        bias = llama.model.layers[0].self_attn.q_proj.bias.copy_(torch.arange(64.0))
+    with extend(llama, Yarn(), factor=4):
+        _, tensors = read(save_gguf(llama, tmp_path / "out.gguf"))
+    stored = np.array(tensors["blk.0.attn_q.bias"].data)
+    assert stored[:6].tolist() == bias[[0, 8, 1, 9, 2, 10]].tolist()
+    assert tensors["blk.1.attn_v.bias"].tensor_type.name == "F32"
 
 
 def test_the_bundled_tokenizer(tmp_path):
