@@ -138,7 +138,7 @@ def _verdict(ratio: float, factor: float) -> str:
         return "untouched"
     if abs(ratio * factor - 1) < 1e-6:
         return "divided"
-    return "blended" if ratio > 1 / factor else "more than divided"
+    return "blended" if ratio > 1 / factor else "slowed more"
 
 
 def _bytes(size: float) -> str:

@@ -50,6 +50,17 @@ def test_the_frequencies_are_those_of_the_current_length(llama, row, chosen, len
         assert torch.equal(logits_of(llama, row[:, :length]), expected_logits(chosen, row[:, :length]))
 
 
+@pytest.mark.parametrize("length", [WINDOW + 1, 100, 4 * WINDOW])
+def test_dynamic_yarn_is_stock_yarn_by_the_current_length(llama, row, length):
+    """Second oracle: transformers' static YaRN on the same weights, told the factor of this very length."""
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": length / WINDOW}
+    parameters |= {"original_max_position_embeddings": WINDOW}
+    stock = random_llama(rope_parameters=parameters, max_position_embeddings=length)
+    with extend(llama, METHODS[2], factor=4):
+        ours = logits_of(llama, row[:, :length])
+    torch.testing.assert_close(ours, logits_of(stock, row[:, :length]), rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("chosen", METHODS[:3], ids=label)
 @pytest.mark.parametrize("length", EDGES[:2])
 def test_up_to_the_original_window_nothing_changes(llama, row, chosen, length):

@@ -81,6 +81,48 @@ def test_inspect_json(checkpoint):
     assert got["attention_scale"] == 1
 
 
+def test_inspect_says_when_frequencies_follow_the_length(checkpoint):
+    words = ("inspect", checkpoint, "--context", "4096", "--method")
+    assert document(*words, "dynamic-ntk", "--json")["static"] is False
+    assert document(*words, "resonance:over=yarn", "--json")["static"] is True
+    shown = rope_ext(*words, "dynamic-ntk").stdout
+    assert "follow the current length; shown is 4096 tokens" in shown
+    assert "slowed more" in shown  # at alpha = factor the base outgrows what the factor alone asks for
+
+
+def test_extend_says_who_reads_it(tmp_path):
+    words = ("extend", "tiny", "--method", "yarn:attention_scale=1.1", "--factor", "4", "--out")
+    shown = rope_ext(*words, tmp_path / "out").stdout
+    assert "  transformers 5: exact\n" in shown
+    assert "  llama.cpp: approximate (attention scale 1.139, not 1.1)" in shown
+    got = document(*words, tmp_path / "json", "--gguf", tmp_path / "out.gguf", "--json")
+    assert got["readers"]["SGLang 0.5"] == "exact"
+    assert (tmp_path / "out.gguf").exists()
+    assert got["gguf"] == str(tmp_path / "out.gguf")
+
+
+def test_a_gguf_is_copied_without_loading_it(tmp_path, monkeypatch):
+    first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
+    rope_ext("extend", "tiny", "--method", "unscaled", "--factor", "1", "--gguf", first)
+    monkeypatch.setattr("rope_ext.hf.load_model", lambda *_args, **_more: pytest.fail("loaded"))
+    result = rope_ext("extend", first, "--method", "yarn", "--factor", "4", "--gguf", second)
+    assert result.exit_code == 0, result.output
+    assert second.stat().st_size > first.stat().st_size
+
+
+def test_extend_refuses_before_it_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_ext.hf.load_model", lambda *_args, **_more: pytest.fail("loaded"))
+    (tmp_path / "taken.gguf").write_text("x")
+    words = ("extend", "tiny", "--method", "yarn", "--factor", "4")
+    for more, message in (
+        ((), "nothing to write; give --out DIR, --gguf FILE, or both"),
+        (("--gguf", tmp_path / "taken.gguf"), "exists; name a new file"),
+    ):
+        result = rope_ext(*words, *more)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
 def test_inspect_table(checkpoint):
     shown = rope_ext("inspect", checkpoint, "--method", "yarn", "--context", "4096").stdout
     assert "untouched" in shown
