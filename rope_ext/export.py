@@ -183,7 +183,9 @@ def write_config(path: Path, parameters: RopeParameters, window: int) -> None:
     config["rope_theta"] = parameters["rope_theta"]
     if parameters["rope_type"] != "default":
         config["rope_scaling"] = {**parameters, "type": parameters["rope_type"]}
-    if parameters["rope_type"] == "longrope":  # where transformers 4 looks for it; otherwise it takes the whole window
+    if parameters["rope_type"] == "longrope" or (
+        "original_max_position_embeddings" in config and "original_max_position_embeddings" in parameters
+    ):  # where transformers 4 looks for it; otherwise it takes the whole window
         config["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

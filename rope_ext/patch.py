@@ -64,6 +64,10 @@ class Fingerprint:
         return asdict(self)
 
 
+# The last is at the top of some families' configurations (Phi-3), where it wins over the one among the parameters.
+IN_STEP = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
+
+
 class Patch:
     """A method in effect on a model; also a context manager that undoes it.
 
@@ -86,7 +90,7 @@ class Patch:
         self._site = site
         self._table = table
         self._before = getattr(site.parent, site.attribute)
-        self._config_before = (model.config.rope_parameters, model.config.max_position_embeddings)
+        self._config_before = {name: getattr(model.config, name) for name in IN_STEP if hasattr(model.config, name)}
         self._active = False
         self._following: LengthFollowing | None = None
         table.patch = self
@@ -125,8 +129,12 @@ class Patch:
     def _apply(self, parameters: RopeParameters) -> None:
         self._active = True
         setattr(self._site.parent, self._site.attribute, self._table)
-        self.model.config.rope_parameters = parameters
-        self.model.config.max_position_embeddings = self.context
+        config = self.model.config
+        config.rope_parameters = parameters
+        config.max_position_embeddings = self.context
+        stated = parameters.get("original_max_position_embeddings")
+        if "original_max_position_embeddings" in self._config_before and stated is not None:
+            config.original_max_position_embeddings = stated
         if not self._table.is_static:
             self._following = LengthFollowing(self.model, self._site.parent, self._table)
 
@@ -142,7 +150,8 @@ class Patch:
             raise PatchError(f"undo: {self.method.name} lies under a later patch; undo that one first")
         # The module may have been moved meanwhile, and its replacement sat aside: follow the model's device.
         setattr(self._site.parent, self._site.attribute, self._before.to(self._table.inv_freq.device))
-        self.model.config.rope_parameters, self.model.config.max_position_embeddings = self._config_before
+        for name, value in self._config_before.items():
+            setattr(self.model.config, name, value)
         if self._following is not None:
             self._following.undo()
         self._active = False

@@ -87,6 +87,9 @@ def with_form(config: PretrainedConfig, form: StockForm) -> PretrainedConfig:
     """
     values = copy.deepcopy(config.to_dict())
     values |= {"rope_parameters": dict(form.parameters), "max_position_embeddings": form.window}
+    stated = form.parameters.get("original_max_position_embeddings")
+    if "original_max_position_embeddings" in values and stated is not None:
+        values["original_max_position_embeddings"] = stated  # at the top it wins over the one among the parameters
     return type(config).from_dict(values)
 
 
@@ -100,13 +103,21 @@ def parameters_in_step(config: PretrainedConfig, table: ExtendedRotaryEmbedding)
     """
     geometry, context = table.geometry, table.context
     own = _own_parameters(config, table)
+    if own and own["rope_type"] == "dynamic":
+        own = None  # it may agree in a new module, and keeps state in every one
     if own and _agrees(config, table, StockForm(own, context, telling_lengths(table))):
         return own
     if table.is_static and bool((table.plan.inv_freq > 0).all()):
         general = _whole(config, general_rope_parameters(geometry, table.plan, context=context))
         if _agrees(config, table, StockForm(general, context, telling_lengths(table))):
             return general
-    return _whole(config, {"rope_type": NO_STOCK_TYPE, "rope_theta": geometry.theta, "method": spell(table.method)})
+    unreadable: RopeParameters = {
+        "rope_type": NO_STOCK_TYPE,
+        "rope_theta": geometry.theta,
+        "original_max_position_embeddings": geometry.original_context,
+        "method": spell(table.method),
+    }
+    return _whole(config, unreadable)
 
 
 def telling_lengths(table: ExtendedRotaryEmbedding) -> tuple[int, ...]:

@@ -71,26 +71,28 @@ class ExtendedRotaryEmbedding(nn.Module):
         """Return frequencies and scale of each row, whose length is its largest position plus one."""
         if positions.shape[1] > 1 and bool((positions.diff(dim=1) < 0).any()):
             raise PatchError(
-                f"{self.method.name}: positions fall within a row, as in packed documents; its frequencies follow the "
-                "length of one sequence: give each its own row"
+                f"{self.method.name}: positions fall within a row, as in packed documents or padding not numbered 0; "
+                "its frequencies follow the length of one sequence: give each its own row"
             )
         plans: list[PositionPlan] = []
         for start, last in zip(positions[:, 0].tolist(), positions[:, -1].tolist(), strict=True):
             if self.is_stale(start, last + 1):
-                raise PatchError(
-                    f"{self.method.name}: the keys of the first {start} tokens are cached with other frequencies than "
-                    f"{last + 1} tokens have; pass the whole sequence without a cache, or call generate(), which does"
-                )
+                raise PatchError(self.stale_cache_words(start, last + 1))
             plans.append(self.plan_at(last + 1))
         inv_freq = torch.stack([plan.inv_freq for plan in plans])[:, None].to(positions.device)
         return inv_freq, torch.tensor([plan.attention_scale for plan in plans], device=positions.device)[:, None, None]
 
     def is_stale(self, num_cached: int, seq_len: int) -> bool:
-        """Return whether keys cached for `num_cached` tokens are of no use at `seq_len`: other frequencies hold there.
-
-        It suffices to look at the two ends. Whatever was cached before came in through the same question.
-        """
+        """Return whether keys made when there were `num_cached` tokens are of no use at `seq_len`."""
         return num_cached > 0 and self.frequency_key(num_cached) != self.frequency_key(seq_len)
+
+    def stale_cache_words(self, num_cached: int, seq_len: int) -> str:
+        """Return why tokens cannot follow a cache."""
+        return (
+            f"{self.method.name}: {seq_len} tokens have other frequencies than the {num_cached} before these were "
+            "cached with; pass the whole sequence at once, without a cache, as generate() of the extended model does "
+            "with input_ids"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExtendedRotaryEmbedding":
         super()._apply(fn, recurse)

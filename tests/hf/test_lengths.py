@@ -163,24 +163,116 @@ def test_a_cache_that_would_be_wrong_is_refused(llama, row, chosen, split):
             full = llama(input_ids=row[:, : split + 2]).logits
             torch.testing.assert_close(rest, full[:, split:], rtol=0, atol=1e-4)
         else:
-            with pytest.raises(PatchError, match=rf"first {split} tokens are cached with other frequencies"):
+            with pytest.raises(PatchError, match=rf"{split + 2} tokens have other frequencies than the {split} before"):
                 llama(input_ids=row[:, split : split + 2], **{CACHE: cache})
 
 
 def test_chunked_prefill_across_the_original_window_is_refused(llama, row):
     with extend(llama, METHODS[0], factor=4):
         generate(llama, row[:, :WINDOW], 1, prefill_chunk_size=32)
-        with pytest.raises(PatchError, match="cached with other frequencies"):
+        with pytest.raises(PatchError, match="other frequencies than the"):
             generate(llama, row[:, : WINDOW + 20], 1, prefill_chunk_size=32)
 
 
-def test_assisted_decoding_is_refused_where_each_token_has_its_own_frequencies(llama, row):
-    with extend(llama, METHODS[0], factor=4):
-        wanted = greedy(llama, row[:, :20], 4)
-        assert torch.equal(generate(llama, row[:, :20], 4, prompt_lookup_num_tokens=3), wanted)
-        repeating = row[:, :12].repeat(1, 8)
-        with pytest.raises(PatchError, match="several tokens at once follow a cache"):
+@following
+def test_assisted_decoding_is_refused_since_each_token_has_its_own_frequencies(llama, row, chosen):
+    """62 tokens and three guesses are 65: one forward over them gives the first guess a longer one's frequencies."""
+    repeating = row[:, :6].repeat(1, 20)[:, :62]
+    with extend(llama, chosen, factor=4):
+        for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": llama}):
+            with pytest.raises(PatchError, match=f"{next(iter(how))} scores several tokens in one forward"):
+                generate(llama, repeating, 4, **how)
+        llama.generation_config.prompt_lookup_num_tokens = 3
+        with pytest.raises(PatchError, match="decode without an assistant"):
+            generate(llama, repeating, 4)
+        llama.generation_config.prompt_lookup_num_tokens = None
+        with extend(llama, Yarn(), factor=4):  # a static one over it has nothing against it
             generate(llama, repeating, 4, prompt_lookup_num_tokens=3)
+
+
+@following
+def test_a_cropped_cache_is_still_a_foreign_one(llama, row, chosen):
+    """100 tokens cached, cut to 50: the keys were rotated for 100, whatever their number is now."""
+    with extend(llama, chosen, factor=4), torch.no_grad():
+        cache = DynamicCache(config=llama.config)
+        llama(input_ids=row[:, :100], **{CACHE: cache})
+        cache.crop(-50)
+        with pytest.raises(PatchError, match="55 tokens have other frequencies than the 50 before"):
+            llama(input_ids=row[:, 50:55], **{CACHE: cache})
+
+
+@following
+def test_a_conversation_goes_on_from_its_cache(llama, row, chosen):
+    """Two turns, the second across the original window: what was cached is passed again."""
+    with extend(llama, chosen, factor=4):
+        first = generate(llama, row[:, :40], 4, return_dict_in_generate=True)
+        told = torch.cat((first.sequences, row[:, 100:130]), dim=1)
+        cache = getattr(first, CACHE)
+        assert torch.equal(generate(llama, told, 6, **{CACHE: cache}), greedy(llama, told, 6))
+
+
+@following
+def test_embeddings_that_cannot_be_passed_again(llama, row, chosen):
+    embeds = llama.model.embed_tokens(row[:, :61])
+    with extend(llama, chosen, factor=4):
+        for extra in ({}, {"input_ids": row[:, :61]}):
+            settings = {
+                "attention_mask": torch.ones(1, 61),
+                "do_sample": False,
+                "eos_token_id": None,
+                "pad_token_id": 0,
+            }
+            with pytest.raises(PatchError, match="began as embeddings"):
+                llama.generate(inputs_embeds=embeds, max_new_tokens=8, **settings, **extra)
+
+
+@following
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_mask_as_long_as_a_static_cache(llama, row, chosen, numbered):
+    with extend(llama, chosen, factor=4), torch.no_grad():
+        cache, mask = StaticCache(config=llama.config, max_cache_len=128), torch.zeros(1, 128, dtype=torch.long)
+        mask[:, :30] = 1
+        extra = {"position_ids": torch.arange(30)[None]} if numbered else {}
+        got = llama(input_ids=row[:, :30], attention_mask=mask, **{CACHE: cache}, **extra).logits
+        torch.testing.assert_close(got, logits_of(llama, row[:, :30]), rtol=0, atol=1e-4)
+        mask[:, :50] = 1
+        extra = {"position_ids": torch.arange(30, 50)[None]} if numbered else {}
+        got = llama(input_ids=row[:, 30:50], attention_mask=mask, **{CACHE: cache}, **extra).logits
+        torch.testing.assert_close(got, logits_of(llama, row[:, :50])[:, 30:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("chosen", METHODS[:3], ids=label)
+def test_masked_tokens_between_real_ones_keep_their_places(llama, row, chosen):
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[:, 10:15] = 0
+    with torch.no_grad():
+        stock = llama(input_ids=row[:, :40], attention_mask=mask).logits
+        with extend(llama, chosen, factor=4):
+            ours = llama(input_ids=row[:, :40], attention_mask=mask).logits
+    assert torch.equal(ours[mask == 1], stock[mask == 1])
+
+
+@following
+def test_masks_that_do_not_tell_the_length_of_rows(llama, row, chosen):
+    batch = row[:, :100].repeat(2, 1)
+    four = torch.zeros(2, 1, 100, 100).masked_fill(torch.ones(100, 100, dtype=torch.bool).triu(1), -1e9)
+    with extend(llama, chosen, factor=4), torch.no_grad():
+        with pytest.raises(PatchError, match="give position_ids"):
+            llama(input_ids=batch, attention_mask=four, use_cache=False)
+        positions = torch.arange(100).repeat(2, 1)
+        got = llama(input_ids=batch, attention_mask=four, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(got[:1], logits_of(llama, row[:, :100]), rtol=0, atol=2e-4)
+
+
+def test_a_static_patch_on_top_decodes_one_token_a_step(llama, row):
+    seen = []
+    with extend(llama, METHODS[0], factor=4), extend(llama, Yarn(), factor=4):
+        handle = llama.model.register_forward_pre_hook(
+            lambda _m, _a, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        generate(llama, row[:, :62], 5)
+        handle.remove()
+    assert seen == [62, 1, 1, 1, 1]
 
 
 @following
@@ -215,7 +307,7 @@ def test_undo_takes_everything_back(llama, row, chosen):
         with extend(llama, Yarn(), factor=4) as inner:
             static = generate(llama, row[:, :60], 8)
             inner.undo()
-    assert "prepare_inputs_for_generation" not in vars(llama)
+    assert {"prepare_inputs_for_generation", "generate"} & set(vars(llama)) == set()
     assert llama.model._forward_pre_hooks == hooks
     assert torch.equal(generate(llama, row[:, :100], 5), before)
     with extend(llama, Yarn(), factor=4):
@@ -311,6 +403,27 @@ def test_dynamic_yarn_exports_frozen_at_the_window(llama, row, tmp_path):
         path = save_extended(llama, tmp_path / "out", allow_approximate=True)
     stock = LlamaForCausalLM.from_pretrained(path).eval()
     torch.testing.assert_close(logits_of(stock, row), ours, rtol=0, atol=1e-3)
+
+
+def test_at_factor_one_it_is_no_more_exact(llama, tmp_path):
+    """Window and original window coincide there, so that stock code agrees in a new module; it still keeps state."""
+    with extend(llama, METHODS[0], factor=1), pytest.raises(ExportError, match="allow_approximate"):
+        save_extended(llama, tmp_path / "out")
+
+
+@pytest.mark.parametrize("top", [64, 128])
+def test_an_original_window_at_the_top_of_the_configuration(row, tmp_path, top):
+    """There it wins over the one among the parameters, so that it has to follow."""
+    model = random_llama(original_max_position_embeddings=top)
+    with extend(model, METHODS[3], context=256, original_context=32):
+        ours = [logits_of(model, row[:, :n]) for n in (32, 33, 256)]
+        path = save_extended(model, tmp_path / "out")
+        model.save_pretrained(tmp_path / "plain")
+    assert model.config.original_max_position_embeddings == top
+    for place in (path, tmp_path / "plain"):
+        stock = LlamaForCausalLM.from_pretrained(place).eval()
+        for logits in ours:
+            torch.testing.assert_close(logits_of(stock, row[:, : logits.shape[1]]), logits, rtol=0, atol=1e-3)
 
 
 def test_a_plain_save_does_not_load_as_something_else(llama, tmp_path):
