@@ -33,9 +33,9 @@ def _by_method(order: Sequence[str]) -> tuple[alt.Color, alt.Shape]:
     colours = [PALETTE[i % len(PALETTE)] for i in range(len(order))]
     return (
         alt.Color("method:N", title=None, sort=list(order), scale=alt.Scale(domain=list(order), range=colours)).legend(
-            symbolOpacity=1
+            symbolOpacity=1, labelLimit=420
         ),
-        alt.Shape("method:N", title=None, sort=list(order), scale=alt.Scale(domain=list(order))),
+        alt.Shape("method:N", title=None, sort=list(order), scale=alt.Scale(domain=list(order))).legend(labelLimit=420),
     )
 
 

@@ -103,7 +103,9 @@ def write_pictures(comparison: Comparison) -> list[Path]:
         mine = [c for c in ok if c.task == "passkey" and c.depth is not None and c.fingerprint == fingerprint]
         if mine:
             chart = plots.passkey_chart(mine, label, original_context=original, model=recipe.model)
-            save(chart, f"passkey_{file_name(label)}.png")
+            name = f"passkey_{file_name(label)}"
+            taken = sum(path.stem.rpartition("~")[0] == name or path.stem == name for path in written)
+            save(chart, f"{name}~{taken + 1}.png" if taken else f"{name}.png")  # two spellings may give one name
     save(plots.frequencies_chart(comparison.ratios, context=context, model=recipe.model), "frequencies.png")
     return written
 

@@ -4,12 +4,13 @@ import dataclasses
 import io
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 from rich.console import Console
@@ -30,7 +31,9 @@ app = typer.Typer(
 )
 _debug = False
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="tiny, smollm2, a directory, or a Hub id")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="tiny, smollm2, a directory, a .gguf file, or a Hub id")
+]
 MethodOption = Annotated[str, typer.Option("--method", "-m", help="NAME or NAME:key=value:key=value")]
 ContextOption = Annotated[int | None, typer.Option("--context", "-c", help="the window to reach, in tokens")]
 FactorOption = Annotated[
@@ -51,7 +54,28 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal without a character shows another one, not an error
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    app()
+    try:
+        status = app(standalone_mode=False)
+    except Exception as error:
+        # An unknown option, a word where a number belongs. Newer typers carry a click of their own, so that the class
+        # is known by what it can do.
+        if type(error).__name__ == "Abort":  # Ctrl-C
+            sys.exit(130)
+        if not hasattr(error, "format_message"):
+            raise
+        status = _tell_usage(error)
+    sys.exit(status)
+
+
+def _tell_usage(error: Any) -> int:
+    """Print what was wrong with the words of a command in one line, or the help if there were none."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return 2
+    command = getattr(getattr(error, "ctx", None), "command_path", "rope-ext")
+    line = " ".join(str(error.format_message()).split())
+    typer.echo(f"rope-ext: {line} (see {command} --help)", err=True)
+    return 2
 
 
 def _version(value: bool) -> None:
@@ -99,6 +123,7 @@ def _refuse(message: str) -> NoReturn:
 
 def _quiet_libraries() -> None:
     """Keep transformers' progress bars and advice off the screen; our own bar says how far a run is."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # before anything imports it: transformers' GGUF reader asks it directly
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
@@ -207,54 +232,25 @@ def extend(
     A GGUF made from a GGUF is a copy of it, weights and tokenizer as they stand.
     """
     with _one_line_errors():
-        from rope_ext.errors import ExportError
-        from rope_ext.export import check_target, portability, save_extended
-        from rope_ext.gguf import check_gguf_target, extend_gguf, save_gguf
-        from rope_ext.hf import load_model, locate
-        from rope_ext.patch import extend as extend_model
+        from recipes.extension import write_extended
         from rope_ext.registry import parse_method
 
         _quiet_libraries()
-        chosen = parse_method(method)
-        if out is None and gguf is None:
-            raise ExportError("export: nothing to write; give --out DIR, --gguf FILE, or both")
-        if out is not None:
-            check_target(out)
-        if gguf is not None:
-            check_gguf_target(gguf)
-        folder, inside = locate(model)
-        copied = gguf is not None and "gguf_file" in inside and base is None
-        if copied and gguf is not None:
-            source = Path(folder) / inside["gguf_file"]
-            extend_gguf(source, gguf, chosen, context=context, factor=factor, original_context=original_context)
-        written: dict[str, object] = {"gguf": str(gguf)} if gguf is not None else {}
-        lines = [f"{gguf}: {model} with {method}; load it with llama.cpp"] if gguf is not None else []
-        if out is not None or not copied:
-            loaded, tokenizer = load_model(model, device="cpu", dtype="auto")
-            with extend_model(
-                loaded,
-                chosen,
-                context=context,
-                factor=factor,
-                base=_base(base),
-                original_context=original_context,
-            ) as patch:
-                if gguf is not None and not copied:
-                    save_gguf(loaded, gguf, tokenizer=tokenizer)
-                if out is not None:
-                    path = save_extended(loaded, out, tokenizer=tokenizer, allow_approximate=allow_approximate)
-                    verdicts = portability(loaded, allow_approximate=allow_approximate)
-                    written |= {"out": str(path), "readers": {v.reader: v.kind for v in verdicts}}
-                    lines.append(
-                        f"{path}: {model} with {method}, window {patch.geometry.original_context} -> {patch.context} "
-                        f"tokens; load it with AutoModelForCausalLM.from_pretrained({str(path)!r})"
-                    )
-                    lines += [f"  {verdict}" for verdict in verdicts]
-                written["fingerprint"] = patch.fingerprint.as_dict()
+        written = write_extended(
+            model,
+            parse_method(method),
+            out=out,
+            gguf=gguf,
+            context=context,
+            factor=factor,
+            base=_base(base),
+            original_context=original_context,
+            allow_approximate=allow_approximate,
+        )
         if as_json:
-            _print_json(written)
+            _print_json(written.document)
             return
-        for line in lines:
+        for line in written.lines:
             typer.echo(line)
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import os
 import re
 import shutil
@@ -113,6 +114,8 @@ def convert_meta(
     checkpoint = read_meta(source)
     rope = meta_rope(checkpoint.params, window=window, factor=rope_factor)
     guess = _guess(checkpoint)
+    if not math.isfinite(guess.neighbours + guess.halves):
+        raise ModelError(f"meta: query or key weights of {source} are not finite; get the files again")
     if guess.layout == "halves" and layout is None:
         raise ModelError(
             f"layout: the query and key rows of {source} look like halves already ({guess}); moving them again would "

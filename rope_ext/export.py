@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,6 +53,11 @@ def save_extended(
     target = check_target(directory)
     if any(p.is_meta for p in model.parameters()):
         raise ExportError("export: the weights are on the meta device; load them first")
+    if not _is_adapter(model) and any(".base_layer." in name for name in model.state_dict()):
+        raise ExportError(
+            "export: the model holds an adapter's layers that stock code does not know; save the PeftModel itself, or "
+            "merge_and_unload() first"
+        )
     form = None if _is_adapter(model) else exported_form(model.config, table, allow_approximate=allow_approximate)
     with written_aside(target) as partial:
         _write(model, partial, tokenizer, table, form)
@@ -92,7 +97,8 @@ def _write(
 
 def _is_adapter(model: PreTrainedModel) -> bool:
     """Return whether `save_pretrained` would write an adapter alone: peft and transformers mark it so."""
-    return getattr(model, "peft_config", None) is not None
+    wrapped = type(model).__module__.partition(".")[0] == "peft"  # its base has peft_config too, and is no adapter
+    return wrapped or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def portability(model: PreTrainedModel, *, allow_approximate: bool = False) -> list[Verdict]:
@@ -127,7 +133,7 @@ def check_target(directory: str | os.PathLike[str]) -> Path:
     Raises:
         ExportError: it exists and is not an empty directory, or its place cannot be written.
     """
-    target = Path(directory).absolute()
+    target = Path(os.path.abspath(directory))  # noqa: PTH100  (resolve() would follow a link that is to be refused)
     try:
         taken = target.is_symlink() and not target.exists()  # it points nowhere
         taken = taken or (target.exists() and (not target.is_dir() or any(target.iterdir())))
@@ -153,12 +159,14 @@ def written_aside(target: Path) -> Generator[Path]:
     Raises:
         ExportError: the place cannot be written, or the writer in the block failed as writers do.
     """
+    created = [parent for parent in target.parents if not parent.exists()]  # the innermost first
     try:
         inside = target.is_dir()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target if inside else target.parent))
         partial.chmod(0o755)
     except OSError as error:
+        _remove_empty(created)
         raise ExportError(f"export: {target} cannot be written: {error.strerror}") from error
     try:
         yield partial
@@ -173,6 +181,13 @@ def written_aside(target: Path) -> Generator[Path]:
     finally:
         if partial.exists():
             shutil.rmtree(partial, ignore_errors=True)
+            _remove_empty(created)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with suppress(OSError):  # one that was never made, or that somebody else has filled
+        for folder in folders:
+            folder.rmdir()
 
 
 def write_config(path: Path, parameters: RopeParameters, window: int) -> None:
@@ -225,15 +240,22 @@ def extend_from_record(model: PreTrainedModel, directory: str | os.PathLike[str]
         RopeExtError: what `extend` raises.
     """
     path = Path(directory) / RECORD
+    if active_patch_table(model) is not None:
+        raise ExportError("export: the model is already extended; undo that first, and then extend it from the record")
     try:
         record = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
         chosen = method(record["method"], **record["hyperparameters"])
         context, original, base = int(record["context"]), int(record["original_context"]), record["base"]
         wanted = torch.tensor(record["inv_freq"])
-    except (OSError, ValueError, TypeError, LookupError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
         raise ExportError(f"export: {path} is no record of an extended model: {error}") from error
     patch = extend(model, chosen, context=context, base=base, original_context=original)
     if patch.plan.inv_freq.shape != wanted.shape or not frequencies_agree(patch.plan.inv_freq, wanted):
         patch.undo()
         raise ExportError(f"export: {path} was made on another base: this one gets other frequencies from its method")
     return patch
+
+
+def stored_window(directory: Path) -> int:
+    """Return the window that an exported checkpoint states, tokens; an approximation may keep the original one."""
+    return int(json.loads((directory / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"])

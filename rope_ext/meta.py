@@ -99,7 +99,7 @@ def read_params(directory: str | os.PathLike[str]) -> MetaParams:
         raise ModelError(
             f"meta: {path} cannot be read: {error.strerror}; name the folder with {PARAMS} and consolidated.00.pth"
         ) from error
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise ModelError(f"meta: {path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"meta: {path} holds no JSON object")
@@ -120,7 +120,7 @@ def read_params(directory: str | os.PathLike[str]) -> MetaParams:
             continue
         kind, value = cast("type", field.type), given[name]
         if isinstance(1.0, kind) and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = float(value) if abs(value) < 2**1000 else math.inf
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             wanted = str(getattr(kind, "__name__", kind)).removesuffix(" | None")
             raise ModelError(f"meta: {path}: {name} is {value!r}; it must be of type {wanted}")
@@ -141,13 +141,14 @@ def meta_rope(params: MetaParams, *, window: int | None = None, factor: float | 
     Raises:
         ModelError: the window or the factor is needed and not given, or a factor is given that has no effect.
     """
-    if window is not None and window < 1:
-        raise ModelError(f"window: {window} tokens is no window; it must be at least 1")
+    if window is not None and not 1 <= window < 2**31:
+        raise ModelError(f"window: {window} tokens is no window; it must be 1 to {2**31 - 1}")
     theta = params.rope_theta
     if not params.use_scaled_rope:
-        if factor is not None:
+        given = params.rope_scaling_factor if factor is None else factor
+        if given is not None:
             raise ModelError(
-                f"rope_factor: {PARAMS} does not set use_scaled_rope, so {factor:g} has no effect; leave it out"
+                f"rope_factor: {PARAMS} does not set use_scaled_rope, so {given:g} has no effect; leave it out"
             )
         if window is None and theta != LLAMA3_THETA:
             raise ModelError(
@@ -160,7 +161,7 @@ def meta_rope(params: MetaParams, *, window: int | None = None, factor: float | 
     stated = params.rope_scaling_factor
     if factor is not None and stated is not None and factor != stated:
         raise ModelError(f"rope_factor: {factor:g} came, but {PARAMS} states {stated:g}; leave it out")
-    factor = factor or stated
+    factor = stated if factor is None else factor
     if factor is None:
         raise ModelError(
             f"rope_factor: {PARAMS} sets use_scaled_rope without its factor; give it (--rope-factor N): 8 for LLaMA "

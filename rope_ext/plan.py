@@ -2,10 +2,12 @@
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast, runtime_checkable
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, SupportsFloat, cast, runtime_checkable
 
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
@@ -84,6 +86,16 @@ class Stretch:
     name: ClassVar[str]
     composes: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        """Make hyper-parameters plain values of the kind of their defaults; a subclass with checks calls this first.
+
+        Raises:
+            MethodError: a value of another kind, as text where a number belongs.
+        """
+        for field in fields(self):
+            value = _plain_value(self.name, field.name, getattr(self, field.name), field.default)
+            object.__setattr__(self, field.name, value)
+
     def factor(self, rope: RopeGeometry, context: int) -> float:
         """Return context / original_context, the stretch, if this method may be asked for it.
 
@@ -142,6 +154,30 @@ class DynamicMethod(Stretch):
         )
 
 
+def _plain_value(method: str, name: str, value: object, default: object) -> object:
+    """Return a number as float, a list as a tuple of floats, a wrapped method and text as they are."""
+    if name == WRAPPED:
+        if value is not None and (isinstance(value, type) or not isinstance(value, Method)):
+            raise MethodError(f"{method}: {name} is {value!r}; it must be a method, as Yarn(), or None")
+        return value
+    try:
+        if isinstance(default, tuple):
+            return tuple(float(part) for part in cast("Iterable[SupportsFloat]", value))
+        if isinstance(default, bool):
+            return bool(_kind(value, (bool, np.bool_)))
+        if isinstance(default, str):  # a choice of words, or a number in place of "auto"
+            return value if isinstance(value, str) else float(_kind(value, Real))
+        return float(_kind(value, Real))
+    except (TypeError, ValueError, OverflowError):
+        raise MethodError(f"{method}: {name} is {value!r:.200}; it must be of the kind of {default!r}") from None
+
+
+def _kind(value: object, kinds: type | tuple[type, ...]) -> Any:
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is Real):
+        raise TypeError
+    return value
+
+
 def general_rope_parameters(rope: RopeGeometry, plan: PositionPlan, *, context: int) -> RopeParameters:
     """Return any static plan as transformers' "longrope" type, whose short and long factors are the same list.
 
@@ -189,12 +225,8 @@ def spell(method: Method) -> str:
 
 
 def label(method: Method) -> str:
-    """Return the method's spelling as a reader wants it: of a long list its length and a checksum."""
-    return re.sub(
-        r"=([^:=]*;[^:]*)",
-        lambda found: f"=({found[1].count(LIST_SEPARATOR) + 1} numbers, {zlib.crc32(found[1].encode()):08x})",
-        spell(method),
-    )
+    """Return the method's spelling as a reader wants it: of a list only a checksum, as #59d3481e."""
+    return re.sub(r"=([^:=]*;[^:]*)", lambda found: f"=#{zlib.crc32(found[1].encode()):08x}", spell(method))
 
 
 def _spell_value(value: object) -> str:

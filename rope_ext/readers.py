@@ -124,7 +124,7 @@ def _yarn_scale(stated: Stated, *, reads_attention_factor: bool) -> float:
 
 
 def _longrope_scale(factor: float, original: int) -> float:
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
 
 
 def _listed(stated: Stated, key: str) -> Float[Tensor, " pairs"]:
@@ -203,8 +203,8 @@ def sglang(stated: Stated, seq_len: int) -> Reading:
     kind = _kind(stated)
     if kind == "yarn":
         return Reading(_stated_yarn(stated), _yarn_scale(stated, reads_attention_factor=False))
-    if kind == "longrope":
-        which = "long" if seq_len > stated.original else "short"
+    if kind == "longrope":  # its largest position must exceed the original window, which takes two tokens more
+        which = "long" if seq_len > stated.original + 1 else "short"
         scale = stated.number(f"{which}_mscale", _longrope_scale(stated.window / stated.original, stated.original))
         return Reading(_listed(stated, f"{which}_factor"), scale)
     if kind == "dynamic":  # one base for every length: that of the stored window times the factor
@@ -225,7 +225,7 @@ def llama_cpp(stated: Stated, _seq_len: int) -> Reading:
         frequencies = _yarn_frequencies(stated, beta_fast=32, beta_slow=1, truncate=True)
         return Reading(frequencies, attention_temperature(max(1.0, stated.number("factor"))))
     if kind in {"dynamic", "longrope", "proportional"}:
-        raise UnreadableError(f"its converter drops {kind!r} and the model runs unscaled; use --gguf")
+        raise UnreadableError(f"its converter drops {kind!r} and the model runs unscaled")
     return _common(stated)
 
 
@@ -233,7 +233,7 @@ def ollama(stated: Stated, _seq_len: int) -> Reading:
     """convert_llama.go of ollama, which reads the top-level rope_theta and rope_scaling."""
     kind = _kind(stated)
     if kind not in {"default", "linear", "llama3"}:
-        raise UnreadableError(f"its converter drops {kind!r} and the model runs unscaled; use --gguf")
+        raise UnreadableError(f"its converter drops {kind!r} and the model runs unscaled")
     return _common(stated)
 
 
@@ -254,6 +254,7 @@ REMARKS: dict[tuple[str, str], str] = {
         "transformers 4.57",
         "longrope",
     ): "one list for the whole batch, and a cache that crosses the original window holds both",
+    ("SGLang 0.5", "longrope"): "one list for a whole batch; a cache that crosses the original window holds both",
     ("transformers 5", "dynamic"): "one sequence in a new module; it remembers the longest it has seen",
     ("transformers 4.57", "dynamic"): "one sequence in a new module; it remembers the longest it has seen",
     ("vLLM 0.33", "linear"): "takes the window times the factor as its limit: pass --max-model-len {window}",
@@ -288,13 +289,16 @@ def judge(
         try:
             words = _difference(stated, read, plans)
         except UnreadableError as error:
-            found.append(Verdict(reader=reader, kind="cannot", words=str(error)))
+            other_way = "; use --gguf" if reader in {"llama.cpp", "ollama"} and len(plans) == 1 else ""
+            found.append(Verdict(reader=reader, kind="cannot", words=f"{error}{other_way}"))
             continue
         two_lists = parameters.get("short_factor") != parameters.get("long_factor")
         remark = REMARKS.get((reader, _kind(stated)), "").format(window=window)
-        if _kind(stated) == "longrope" and not two_lists and "transformers" in reader:
+        if _kind(stated) == "longrope" and not two_lists and reader != "vLLM 0.33":
             remark = ""  # equal lists have nothing to switch between
         parts = [part for part in (words, remark) if part]
+        if _kind(stated) == "dynamic":
+            parts.append(f"and the stored window is {window}, where readers stop or warn")
         off = words or (remark and _kind(stated) == "dynamic")
         found.append(Verdict(reader=reader, kind="approximate" if off else "exact", words="; ".join(parts)))
     return found

@@ -12,6 +12,9 @@ import rope_ext.methods
 from rope_ext.errors import MethodError
 from rope_ext.plan import WRAPPED, Method, hyperparameters
 
+MAX_WRAPPED = 8
+"""How deep a spelling may nest; no two useful wrappers have been seen on one another yet."""
+
 
 def known_methods() -> dict[str, type[Method]]:
     """Return every method class by its name, found by walking `rope_ext.methods`, in alphabetical order."""
@@ -78,6 +81,8 @@ def parse_method(text: str) -> Method:
         MethodError: a part is not key=value, a key comes twice, or what `method` raises.
     """
     name, *parts = text.strip().split(":")
+    if text.count(f":{WRAPPED}=") > MAX_WRAPPED:
+        raise MethodError(f"{name}: it wraps more than {MAX_WRAPPED} methods, one over another; wrap fewer")
     values: dict[str, object] = {}
     for i, part in enumerate(parts):
         key, separator, value = part.partition("=")

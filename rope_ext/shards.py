@@ -61,6 +61,9 @@ def read_meta(directory: str | os.PathLike[str]) -> MetaCheckpoint:
         found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
         raise ModelError(f"meta: {names}: tensors of {found}; they must all be float32, bfloat16 or float16")
     shape = _shape(params, shards, names)
+    one = "layers.0.attention.wq.weight"
+    if len(shards) > 1 and torch.equal(shards[0][one], shards[1][one]):
+        raise ModelError(f"meta: {names}: two shards hold the same {one}; one is a copy of the other, get it again")
     tied = OUTPUT not in shards[0]
     weights = {
         name: _merge(name, [shard[name] for shard in shards], full, params, names)
@@ -91,7 +94,7 @@ def _read_shard(file: Path) -> dict[str, Tensor]:
         raise ModelError(
             f"meta: {file} holds code or other things than tensors, and was not opened; take the file from its source"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, AssertionError, AttributeError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
         raise ModelError(f"meta: {file} cannot be read: {reason[:200]}") from error
     if not isinstance(raw, dict) or not all(isinstance(tensor, Tensor) for tensor in raw.values()):

@@ -26,7 +26,7 @@ def methods_table() -> str:
     head = ("name", "what changes", "hyper-parameters", "fine-tuning", "length", "exported exactly for", "source")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, cls in known_methods().items():
-        values = ", ".join(f"`{key}={value}`" for key, value in _defaults(cls()).items())
+        values = ", ".join(f"`{key}={value}`" if value else f"`{key}`" for key, value in _defaults(cls()).items())
         static, readers = exports(LISTS if name == "longrope" else cls())
         follows = "static" if static else "follows"
         row = (f"`{name}`", cls.summary, values, cls.needs_training, follows, readers, cls.source)

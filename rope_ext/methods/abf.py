@@ -22,7 +22,7 @@ class Abf(StaticMethod):
     et al., Scaling Laws of RoPE-based Extrapolation (arXiv 2310.05209), theorem 2, without its rounding to pairs.
 
     Raises:
-        MethodError: theta is not a finite number above 1, or (on planning) below the checkpoint's own.
+        MethodError: theta is not a number above 1 that fp32 holds, or (on planning) below the checkpoint's own.
     """
 
     name: ClassVar[str] = "abf"
@@ -33,8 +33,11 @@ class Abf(StaticMethod):
     theta: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.theta != "auto" and not (math.isfinite(self.theta) and self.theta > 1):
-            raise MethodError(f'abf: theta {self.theta} is not a rotary base; give "auto" or a finite number above 1')
+        StaticMethod.__post_init__(self)
+        if self.theta != "auto" and not 1 < self.theta < 3e38:
+            raise MethodError(
+                f'abf: theta {self.theta} is not a rotary base; give "auto" or a number above 1 that fp32 holds (3e38)'
+            )
 
     def _theta(self, rope: RopeGeometry, context: int) -> float:
         self.factor(rope, context)

@@ -32,6 +32,7 @@ class DynamicNtk(DynamicMethod):
     alpha: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        DynamicMethod.__post_init__(self)
         if self.alpha != "auto" and not (math.isfinite(self.alpha) and self.alpha > 0):
             raise MethodError(f'dynamic-ntk: alpha {self.alpha} must be "auto" or a positive number')
 
@@ -45,9 +46,11 @@ class DynamicNtk(DynamicMethod):
         if rope.head_dim == 2:
             raise MethodError("dynamic-ntk: head_dim 2 has one pair, first and last at once; use linear")
         growth = alpha * self.current_factor(rope, seq_len) - (alpha - 1) if seq_len > rope.original_context else 1.0
-        return PositionPlan(
-            inv_freq=base_inv_freq(rope.head_dim, rope.theta * growth ** (rope.head_dim / (rope.head_dim - 2)))
-        )
+        try:
+            theta = rope.theta * growth ** (rope.head_dim / (rope.head_dim - 2))
+        except OverflowError:
+            raise MethodError(f"dynamic-ntk: alpha {alpha:g} gives no base that a float can hold; lower it") from None
+        return PositionPlan(inv_freq=base_inv_freq(rope.head_dim, theta))
 
     def rope_parameters(self, rope: RopeGeometry, *, context: int) -> RopeParameters:
         """Return transformers' "dynamic" type, which takes the stored window as the original one."""

@@ -34,6 +34,7 @@ class DynamicYarn(DynamicMethod):
     attention_scale: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        DynamicMethod.__post_init__(self)
         check_betas(self.name, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
         check_attention_scale(self.name, self.attention_scale)
 

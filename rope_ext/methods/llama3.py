@@ -33,6 +33,7 @@ class Llama3(StaticMethod):
     high_freq_factor: float = 4.0
 
     def __post_init__(self) -> None:
+        StaticMethod.__post_init__(self)
         if not (math.isfinite(self.high_freq_factor) and self.high_freq_factor > self.low_freq_factor > 0):
             raise MethodError(
                 f"llama3: low_freq_factor {self.low_freq_factor:g} and high_freq_factor {self.high_freq_factor:g}: "

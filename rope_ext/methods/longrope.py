@@ -27,30 +27,34 @@ def read_factors(path: Path, column: str) -> tuple[float, ...]:
         MethodError: the file cannot be read, has no such list, or holds something that is no number.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise MethodError(f"longrope: {column}: {str(path)!r} cannot be read: {reason}") from error
-    found = _from_json(text, path, column) if path.suffix == ".json" else _from_csv(text, path, column)
+        text = path.expanduser().read_text(encoding="utf-8-sig")  # spreadsheets put a mark first
+    except UnicodeDecodeError:
+        raise MethodError(f"longrope: {column}: {path} cannot be read: it is not UTF-8 text") from None
+    except (OSError, ValueError, RuntimeError) as error:  # also: a NUL in the name, nobody's home
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MethodError(f"longrope: {column}: {str(path)!r:.200} cannot be read: {reason}") from error
+    found = _from_json(text, path, column) if path.suffix.lower() == ".json" else _from_csv(text, path, column)
     if not found:
         raise MethodError(f"longrope: {column}: {path} holds no numbers")
     try:
         return tuple(float(cast("str", None if isinstance(value, bool) else value)) for value in found)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise MethodError(f"longrope: {column}: {path} holds something that is not a number: {found!r:.200}") from None
 
 
 def _from_json(text: str, path: Path, column: str) -> list[object]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MethodError(f"longrope: {column}: {path} is not JSON: {error}") from None
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(value, dict) and isinstance(value.get(key), dict):
             value = value[key]
     if isinstance(value, dict):
         if column not in value:
-            raise MethodError(f"longrope: {column}: {path} has no such key; it has: {', '.join(value)[:200]}")
+            raise MethodError(
+                f"longrope: {column}: {path} has no such key; it has: {' '.join(', '.join(value).split())[:200]}"
+            )
         value = value[column]
     if not isinstance(value, list):
         raise MethodError(f"longrope: {column}: {path} holds no list there")
@@ -58,9 +62,11 @@ def _from_json(text: str, path: Path, column: str) -> list[object]:
 
 
 def _from_csv(text: str, path: Path, column: str) -> list[object]:
-    rows = [
-        [cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if any(cell.strip() for cell in row)
-    ]
+    try:
+        read = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
+    except csv.Error as error:
+        raise MethodError(f"longrope: {column}: {path} is not CSV: {error}") from None
+    rows = [row for row in read if any(row)]
     if not rows:
         return []
     if column in rows[0]:
@@ -82,7 +88,7 @@ def _factors(value: object, column: str) -> object:
     try:
         return tuple(float(part) for part in value.split(LIST_SEPARATOR))
     except ValueError:
-        return read_factors(Path(value).expanduser(), column)
+        return read_factors(Path(value), column)
 
 
 ShortFactors = Annotated[tuple[float, ...], BeforeValidator(functools.partial(_factors, column="short_factor"))]
@@ -96,7 +102,7 @@ class Longrope(Stretch):
     Attributes:
         short_factor: one number a pair; none keeps all frequencies up to the original window.
         long_factor: one number a pair; needed. Lists are found by a search for one model and one window. As text,
-            either is a JSON or CSV file, or numbers with ";" between.
+            either is a JSON or CSV file (one whose name is a number needs "./" before it), or numbers with ";" between.
         attention_scale: multiplies cos and sin at every length; "auto" is sqrt(1 + ln(factor) / ln(original_context)).
 
     Source: Ding et al., LongRoPE (arXiv 2402.13753), section 3; the scale is of the Phi-3 models (their
@@ -117,6 +123,7 @@ class Longrope(Stretch):
     attention_scale: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        Stretch.__post_init__(self)
         check_attention_scale(self.name, self.attention_scale)
         for name in ("short_factor", "long_factor"):
             for pair, value in enumerate(getattr(self, name)):
@@ -144,11 +151,13 @@ class Longrope(Stretch):
         """
         factor = self.factor(rope, context)
         short, long = self._lists(rope)
-        factors = torch.tensor(short if seq_len <= rope.original_context else long, dtype=torch.float64)
+        factors = torch.tensor(short if seq_len <= rope.original_context else long, dtype=torch.float)
         scale = 1.0 if self.attention_scale == "auto" else float(self.attention_scale)
         if self.attention_scale == "auto" and factor > 1 and rope.original_context > 1:
             scale = math.sqrt(1 + math.log(factor) / math.log(rope.original_context))
-        return PositionPlan(inv_freq=(rope.inv_freq.double() / factors).float(), attention_scale=scale)
+        # transformers' expression in its order and precision, so that an export is equal to the last bit
+        exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float) / rope.head_dim
+        return PositionPlan(inv_freq=1.0 / (factors * rope.theta**exponents), attention_scale=scale)
 
     def frequency_key(self, rope: RopeGeometry, *, context: int, seq_len: int) -> FrequencyKey:
         """Return "short" up to the original window, itself included, and "long" beyond."""
@@ -165,6 +174,7 @@ class Longrope(Stretch):
             "short_factor": list(short),
             "long_factor": list(long),
         }
-        if self.attention_scale != "auto":
-            parameters |= longrope_scale_keys(self.attention_scale)
+        if self.attention_scale != "auto" or rope.original_context == 1:  # of 1 token the default is undefined
+            scale = 1.0 if self.attention_scale == "auto" else float(self.attention_scale)
+            parameters |= longrope_scale_keys(scale)
         return parameters

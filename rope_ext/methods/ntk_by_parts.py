@@ -34,6 +34,7 @@ class NtkByParts(StaticMethod):
     truncate: bool = True
 
     def __post_init__(self) -> None:
+        StaticMethod.__post_init__(self)
         check_betas(self.name, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
 
     def plan(self, rope: RopeGeometry, *, context: int, seq_len: int) -> PositionPlan:

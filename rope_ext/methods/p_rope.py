@@ -33,6 +33,7 @@ class PRope(StaticMethod):
     fraction: float = 0.75
 
     def __post_init__(self) -> None:
+        StaticMethod.__post_init__(self)
         if not 0 < self.fraction <= 1:
             raise MethodError(f"p-rope: fraction {self.fraction} is outside (0, 1]; use nope to stop all pairs")
 

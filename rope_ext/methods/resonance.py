@@ -33,6 +33,7 @@ class Resonance(StaticMethod):
     over: Method | None = None
 
     def __post_init__(self) -> None:
+        StaticMethod.__post_init__(self)
         if self.over is not None and self.over.name == self.name:
             raise MethodError("resonance: it is over another resonance, which rounds once already; drop one")
 

@@ -25,7 +25,7 @@ class Yarn(StaticMethod):
         beta_fast: pairs with more turns than this inside the original window keep their frequency.
         beta_slow: pairs with fewer turns than this are divided by the factor.
         ramp: "pair", linear in the pair index, is the published code's; "rotations", linear in the number of turns,
-            the paper's. They differ by up to 3x on the ramp.
+            the paper's. They differ on the ramp, by up to 3x at LLaMA-2's geometry and factor 16.
         truncate: round the ends of the "pair" ramp outwards to whole pairs; without effect on "rotations".
         attention_scale: multiplies cos and sin; "auto" is 0.1 ln(factor) + 1, the paper's fit.
 
@@ -48,6 +48,7 @@ class Yarn(StaticMethod):
     attention_scale: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        StaticMethod.__post_init__(self)
         check_betas(self.name, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
         if self.ramp == "rotations" and not self.truncate:
             raise MethodError("yarn: truncate=false has no effect on ramp=rotations, which rounds nothing; drop it")

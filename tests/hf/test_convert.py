@@ -521,3 +521,26 @@ def test_a_folder_that_is_not_there(tmp_path):
     result = run(tmp_path / "nowhere", "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert "name the folder with params.json and consolidated.00.pth" in result.stderr
+
+
+def test_weights_that_are_not_finite(llama, tmp_path):
+    weights = meta_weights(llama)
+    weights["layers.0.attention.wq.weight"][0, 0] = float("nan")
+    write(tmp_path / "meta", params_of(llama), [weights])
+    with pytest.raises(ModelError, match=r"query or key weights of .* are not finite"):
+        convert_meta(tmp_path / "meta", tmp_path / "out", window=64)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_shard_that_is_a_copy_of_another(llama, tmp_path):
+    first, _ = cut(meta_weights(llama), 2)
+    write(tmp_path / "meta", params_of(llama), [first, first])
+    with pytest.raises(ModelError, match=r"two shards hold the same layers\.0\.attention\.wq\.weight"):
+        convert_meta(tmp_path / "meta", tmp_path / "out", window=64)
+
+
+@pytest.mark.parametrize("window", [0, -1, 2**31, 10**30])
+def test_windows_that_are_none(source, tmp_path, window):
+    with pytest.raises(ModelError, match="it must be 1 to 2147483647"):
+        convert_meta(source, tmp_path / "a" / "b", window=window)
+    assert not (tmp_path / "a").exists()

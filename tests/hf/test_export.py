@@ -246,6 +246,17 @@ def test_an_adapter_carries_the_record_of_its_positions(llama, ids, tmp_path, sp
 
 
 @quiet_peft
+def test_a_base_with_an_adapter_inside_is_refused(llama, tmp_path):
+    """Its weights have names that stock code does not know; read back it would be another model."""
+    settings = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    with extend(llama, Yarn(), factor=4):
+        get_peft_model(llama, settings)
+        with pytest.raises(ExportError, match="save the PeftModel itself, or merge_and_unload"):
+            save_extended(llama, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@quiet_peft
 def test_a_merged_adapter_exports_as_a_whole_model(llama, ids, tmp_path):
     settings = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     with extend(llama, Yarn(), factor=4):
@@ -262,8 +273,15 @@ def test_records_that_do_not_fit(llama, tmp_path):
     (tmp_path / "rope_ext.json").write_text('{"method": "yran"}')
     with pytest.raises(ExportError, match="is no record of an extended model: 'hyperparameters'"):
         extend_from_record(llama, tmp_path)
+    for broken in ('{"inv_freq": [null]', '{"context": 1e999'):
+        record = f'{broken}, "method": "yarn", "hyperparameters": {{}}, "base": null, "original_context": 64}}'
+        (tmp_path / "rope_ext.json").write_text(record)
+        with pytest.raises(ExportError, match="is no record"):
+            extend_from_record(llama, tmp_path)
     with extend(llama, Yarn(), factor=4):
         path = save_extended(llama, tmp_path / "out")
+        with pytest.raises(ExportError, match="already extended; undo that first"):
+            extend_from_record(llama, path)
     other = random_llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     with pytest.raises(ExportError, match="made on another base"):
         extend_from_record(other, path)

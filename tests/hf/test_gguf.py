@@ -25,6 +25,13 @@ def read(path):
     return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def turned(path, head_dim=16):
     """Return inv_freq and scale as llama.cpp computes them."""
     fields, tensors = read(path)
@@ -185,6 +192,73 @@ def test_methods_that_follow_the_length_are_refused(llama, source, tmp_path, spe
         extend_gguf(source, tmp_path / "out.gguf", parse_method(spelled), factor=4)
 
 
+def test_what_is_stretched_already_is_not_a_base(source, tmp_path):
+    """Ours of a plain base has no scaling that a reader could see, and one of factor 1 only an attention factor."""
+    for name, spelled, factor in (("ntk", "ntk", 4), ("scale", "yarn:attention_scale=1.3", 1)):
+        path = extend_gguf(source, tmp_path / f"{name}.gguf", parse_method(spelled), factor=factor)
+        with pytest.raises(ValueError, match="carries RoPE scaling"):
+            extend_gguf(path, tmp_path / "again.gguf", Yarn(), factor=2)
+    writer = gguf.GGUFWriter(tmp_path / "old.gguf", "llama")
+    writer.add_float32("llama.rope.scale_linear", 4.0)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    with pytest.raises(ValueError, match="carries RoPE scaling"):
+        extend_gguf(tmp_path / "old.gguf", tmp_path / "again.gguf", Yarn(), factor=2)
+
+
+@pytest.mark.parametrize("alignment", [16, 64, 256])
+def test_other_alignments_and_empty_lists_are_copied(source, tmp_path, alignment):
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "llama")
+    writer.add_custom_alignment(alignment)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    fields, tensors = read(extend_gguf(tmp_path / "other.gguf", tmp_path / "out.gguf", Yarn(), factor=4))
+    assert fields["general.alignment"] == alignment
+    for tensor in reader.tensors:
+        assert np.array_equal(tensors[tensor.name].data, tensor.data)
+
+
+def test_a_part_of_a_split_file_is_refused(source, tmp_path):
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    with pytest.raises(ExportError, match="one of 3 parts; merge them first"):
+        extend_gguf(tmp_path / "part.gguf", tmp_path / "out.gguf", Yarn(), factor=4)
+
+
+def test_another_activation_is_refused(tmp_path):
+    llama = random_llama(hidden_act="gelu")
+    with extend(llama, Yarn(), factor=4), pytest.raises(ExportError, match="activation silu, and this model 'gelu'"):
+        save_gguf(llama, tmp_path / "out.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_else_is_refused(llama, source, tmp_path):
     out = tmp_path / "out.gguf"
     with pytest.raises(ExportError, match="not extended"):
@@ -201,7 +275,7 @@ def test_what_else_is_refused(llama, source, tmp_path):
     with pytest.raises(MethodError, match="no factors"):
         extend_gguf(source, out, parse_method("longrope"), factor=2)
     (tmp_path / "junk.gguf").write_bytes(b"GGUF but not really")
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match="truncated, or no GGUF"):
         extend_gguf(tmp_path / "junk.gguf", out, Yarn(), factor=2)
     mistral = MistralForCausalLM(
         MistralConfig(

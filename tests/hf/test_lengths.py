@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
-from rope_ext import ExportError, PatchError, Unscaled, Yarn, extend, save_extended
+from rope_ext import ExportError, ModelError, PatchError, Unscaled, Yarn, extend, load_model, save_extended
+from rope_ext.hf import load_config, read_geometry
 from rope_ext.plan import label
 from rope_ext.registry import parse_method
 from tests import reference
 from tests.conftest import WINDOW, logits_of, random_llama
+from tests.evals.conftest import byte_tokenizer
 
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 LONGROPE = reference.spell_factors(16, 4.0)
@@ -431,3 +433,7 @@ def test_a_plain_save_does_not_load_as_something_else(llama, tmp_path):
         llama.save_pretrained(tmp_path)
     with pytest.raises(KeyError, match="rope-ext"):
         LlamaForCausalLM.from_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    for act in (lambda: load_model(str(tmp_path)), lambda: read_geometry(load_config(str(tmp_path)))):
+        with pytest.raises(ModelError, match=r"saved with save_pretrained while extended.*save_extended"):
+            act()

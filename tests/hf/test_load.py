@@ -1,6 +1,7 @@
 """load_model and load_config by every kind of name."""
 
 import importlib.util
+import json
 
 import gguf
 import numpy as np
@@ -17,9 +18,19 @@ from tests.evals.conftest import byte_tokenizer
 
 def test_a_directory(tmp_path):
     random_llama().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        load_model(str(tmp_path))  # a model without a tokenizer
+    with pytest.raises(ModelError, match="holds no tokenizer; copy the model's own beside the weights"):
+        load_model(str(tmp_path))
     assert load_config(str(tmp_path)).max_position_embeddings == 64
+
+
+def test_weights_that_the_configuration_has_no_place_for(tmp_path):
+    """Two layers stated, four stored: transformers drops the rest with a report that nobody sees here."""
+    random_llama(vocab_size=258, num_hidden_layers=4).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ModelError, match="holds 18 weights that its configuration has no place for"):
+        load_model(str(tmp_path))
 
 
 def test_tiny_is_fp32_on_a_cpu_and_in_evaluation_mode():
@@ -107,7 +118,7 @@ def test_a_scaled_gguf_is_refused(tmp_path):
         load_config(str(tmp_path / "yarn.gguf"))
     assert load_config(str(tmp_path / "none.gguf")).max_position_embeddings == 128
     (tmp_path / "torn.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match="is truncated, or no GGUF"):
         load_config(str(tmp_path / "torn.gguf"))
 
 

@@ -30,6 +30,7 @@ from rope_ext import (
     extend,
     save_extended,
 )
+from rope_ext.hf import read_geometry
 from rope_ext.plan import StaticMethod, label
 from rope_ext.registry import parse_method
 from rope_ext.tables import ExtendedRotaryEmbedding
@@ -266,7 +267,10 @@ SCALED = {
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_checkpoints_name_the_two_choices(kind):
     model = random_llama(rope_parameters=dict(SCALED[kind]))
-    with pytest.raises(ModelError, match=rf"already carries '{kind}' scaling, 32 to 64.*\"original\".*\"checkpoint\""):
+    offers = r'base="original" .*start from 32'
+    if kind != "yarn":  # whose attention scale no further method can keep
+        offers += r'.* or base="checkpoint" .*full window of 64'
+    with pytest.raises(ModelError, match=rf"already carries '{kind}' scaling, 32 to 64; choose {offers}.*\)$"):
         extend(model, Linear(), context=128)
 
 
@@ -321,9 +325,52 @@ def test_a_window_that_the_configuration_misstates(ids, tmp_path):
         ours = logits_of(model, ids)
         path = save_extended(model, tmp_path / "out")
     torch.testing.assert_close(logits_of(LlamaForCausalLM.from_pretrained(path).eval(), ids), ours, rtol=0, atol=1e-3)
-    for wrong, words in ((0, "0 tokens is no window"), (1.5, "malformed"), (512, "256 is below the original window")):
+    for wrong, words in (
+        (0, "0 tokens is no window"),
+        (1.5, "original_context: 1.5 is not a whole number"),
+        (512, "256 is below the original window"),
+    ):
         with pytest.raises(ValueError, match=words):
             extend(random_llama(), Ntk(), context=256, original_context=wrong)
+
+
+@pytest.mark.parametrize("window", [1000, 4097, 33])
+@pytest.mark.parametrize("context", [2994, 12345, 66_001])
+def test_the_original_window_of_a_linear_export_is_found_again(window, context):
+    """It is a quotient of whole numbers; rounding must not cost a token."""
+    context = max(context, window)
+    parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": context / window}
+    config = random_llama().config
+    config.rope_parameters, config.max_position_embeddings = parameters, context
+    assert read_geometry(config, base="original").original_context == window
+
+
+def test_lists_that_are_equal_are_static_and_can_be_a_base(ids, tmp_path):
+    """What a resonance export says: longrope, twice the same list."""
+    model = random_llama()
+    with extend(model, parse_method("resonance:over=linear"), factor=2):
+        path = save_extended(model, tmp_path / "out")
+    again = LlamaForCausalLM.from_pretrained(path).eval()
+    before = logits_of(again, ids)
+    with extend(again, Unscaled(), factor=1, base="checkpoint") as patch:
+        assert patch.geometry.original_context == 2 * WINDOW
+        torch.testing.assert_close(logits_of(again, ids), before, rtol=0, atol=1e-4)
+
+
+def test_stopped_pairs_as_a_base(tmp_path):
+    """What nope and p-rope export: the type says how many pairs turn, and not from which window it started."""
+    model = random_llama()
+    with extend(model, parse_method("p-rope"), factor=2):
+        path = save_extended(model, tmp_path / "out")
+    again = LlamaForCausalLM.from_pretrained(path).eval()
+    with pytest.raises(ModelError, match="does not say the window before; give original_context"):
+        extend(again, Ntk(), context=256, base="original")
+    with extend(again, Ntk(), context=256, base="original", original_context=64) as patch:
+        assert patch.factor == 4
+        assert bool((patch.plan.inv_freq > 0).all())
+    with extend(again, Linear(), factor=2, base="checkpoint") as patch:
+        assert patch.plan.inv_freq[-2:].tolist() == [0, 0]
+        assert patch.context == 256
 
 
 def test_bases_that_cannot_be():

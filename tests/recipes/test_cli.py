@@ -123,6 +123,83 @@ def test_extend_refuses_before_it_loads(tmp_path, monkeypatch):
         assert message in result.stderr
 
 
+def test_what_one_target_refuses_leaves_the_other_unwritten(tmp_path):
+    """A stopped pair between others has no stock form, though a GGUF could hold it; and the other way round."""
+    for method, more in (("resonance:over=p-rope", ()), ("dynamic-ntk", ("--allow-approximate",))):
+        words = ("extend", "tiny", "--method", method, "--factor", "4", *more)
+        result = rope_ext(*words, "--out", tmp_path / "out", "--gguf", tmp_path / "out.gguf")
+        assert result.exit_code == 2
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_an_approximation_says_which_window_it_keeps(tmp_path):
+    words = ("extend", "tiny", "--method", "dynamic-ntk", "--factor", "4", "--allow-approximate", "--out")
+    shown = rope_ext(*words, tmp_path / "out").stdout
+    assert "window 256 -> 256 tokens" in shown
+    assert "the stored window is 256" in shown
+
+
+@pytest.mark.parametrize("gguf", ["same", "same/inside.gguf"])
+def test_targets_inside_one_another(tmp_path, gguf):
+    words = (
+        "extend",
+        "tiny",
+        "--method",
+        "yarn",
+        "--factor",
+        "4",
+        "--out",
+        tmp_path / "same",
+        "--gguf",
+        tmp_path / gguf,
+    )
+    (tmp_path / "same").mkdir(exist_ok="/" in gguf) if "/" in gguf else None
+    result = rope_ext(*words)
+    assert result.exit_code == 2
+    assert "lie inside one another" in result.stderr
+    assert list(tmp_path.rglob("*.*")) == []
+
+
+def test_a_failed_export_leaves_no_new_parents(tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_ext.export._check_stock_reads_alike", lambda *_args: 1 / 0)
+    words = ("extend", "tiny", "--method", "yarn", "--factor", "4", "--out", tmp_path / "a" / "b" / "c")
+    assert rope_ext(*words).exit_code != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect", "tiny", "--context", "nan"], "Invalid value for '--context'"),
+        (["extend", "tiny"], "Missing option '--method'"),
+        (["compare", "--trails", "3"], "No such option: --trails"),
+        (["comapre"], "No such command 'comapre'"),
+    ],
+)
+def test_words_that_do_not_parse_give_one_line(words, message):
+    done = subprocess.run([sys.executable, "-m", "rope_ext.cli", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("rope-ext: ")
+    assert message in line
+    assert "--help" in line
+
+
+def test_no_words_give_help():
+    done = subprocess.run([sys.executable, "-m", "rope_ext.cli"], capture_output=True, text=True, check=False)
+    assert "Usage:" in done.stdout + done.stderr
+    assert subprocess.run([sys.executable, "-m", "rope_ext.cli", "--version"], check=True).returncode == 0
+
+
+def test_inspect_refuses_what_extend_refuses():
+    longrope = "longrope:long_factor=" + ";".join(["1e-60"] * 16)
+    for method, words in ((longrope, "negative or not finite"), ("dynamic-ntk:alpha=1e300", "gives no base")):
+        result = rope_ext("inspect", "tiny", "--method", method, "--factor", "4")
+        assert result.exit_code == 2
+        assert words in result.stderr
+
+
 def test_inspect_table(checkpoint):
     shown = rope_ext("inspect", checkpoint, "--method", "yarn", "--context", "4096").stdout
     assert "untouched" in shown

@@ -102,6 +102,13 @@ def test_pictures_table_and_report(recipe, tmp_path):
     assert "rope-ext compare --recipe" in report
 
 
+def test_spellings_that_give_one_file_name_get_two(recipe, tmp_path):
+    recipe |= {"methods": ["dynamic-ntk:alpha=1e+16", "dynamic-ntk:alpha=1e-16"], "perplexity": {"documents": 0}}
+    pictures = write_pictures(run(recipe, tmp_path / "run"))
+    names = [p.name for p in pictures if p.name.startswith("passkey")]
+    assert names == ["passkey_dynamic-ntk-alpha-1e-16.png", "passkey_dynamic-ntk-alpha-1e-16~2.png"]
+
+
 def test_a_killed_run_goes_on_to_the_same_table(recipe, tmp_path, monkeypatch):
     whole = run(recipe, tmp_path / "whole")
 

@@ -3,6 +3,9 @@
 import json
 import math
 import re
+import subprocess
+import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -27,7 +30,7 @@ INTERPOLATING = sorted(set(known_methods()) - NO_IDENTITY - DYNAMIC - {"abf"})
 
 
 def short_id(value):
-    return value if len(value) < 60 else f"{value[:20]}..{hash(value) % 997}"
+    return value if len(value) < 60 else f"{value[:20]}..{zlib.crc32(value.encode()):08x}"
 
 
 # fp32 inputs carry 2^-24 relative error, the exponentials and quotients a few more roundings.
@@ -517,6 +520,56 @@ def test_p_rope_needs_one_pair():
         method("p-rope", fraction=0.1).plan(rope, context=64, seq_len=1)
 
 
+KINDS = r"""
+import json, re
+import numpy as np, torch
+from rope_ext import MethodError
+from rope_ext.plan import hyperparameters, spell
+from rope_ext.registry import known_methods, method
+
+known = known_methods()
+for name, values, words in (
+    ("yarn", {"beta_fast": "16"}, "yarn: beta_fast is '16'; it must be of the kind of 32.0"),
+    ("yarn", {"truncate": 1}, "yarn: truncate is 1; it must be of the kind of True"),
+    ("yarn", {"attention_scale": None}, "yarn: attention_scale is None; it must be of the kind of 'auto'"),
+    ("yarn", {"beta_fast": True}, "beta_fast is True"),
+    ("longrope", {"long_factor": "x.json"}, "long_factor is 'x.json'"),
+    ("longrope", {"long_factor": 3.0}, "long_factor is 3.0"),
+    ("resonance", {"over": "yarn"}, r"over is 'yarn'; it must be a method, as Yarn\(\), or None"),
+    ("resonance", {"over": known["yarn"]}, r"it must be a method, as Yarn\(\)"),
+    ("p-rope", {"fraction": 1j}, "fraction is 1j"),
+    ("abf", {"theta": [1e6]}, "theta is"),
+):
+    try:
+        known[name](**values)
+    except MethodError as error:
+        assert re.search(words, str(error)), error
+    else:
+        raise AssertionError((name, values))
+# Numbers of numpy and torch come out plain, so that spelling, fingerprint and records know one form.
+for value in (np.float64(16), np.float32(16), np.int64(16), 16):
+    chosen = known["yarn"](beta_fast=value)
+    assert chosen == method("yarn", beta_fast=16.0)
+    assert type(chosen.beta_fast) is float
+    assert spell(chosen) == "yarn:beta_fast=16"
+wanted = method("longrope", long_factor=(1.0, 2.0))
+for values in ([1, 2], np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])):
+    assert known["longrope"](long_factor=values) == wanted
+assert json.dumps(dict(hyperparameters(wanted)))
+"""
+
+
+def test_values_of_other_kinds_are_made_plain_or_refused():
+    """In a process of its own: under pytest the annotations are checked before a method sees what came."""
+    subprocess.run([sys.executable, "-c", KINDS], check=True, cwd=Path(__file__).parent.parent.parent)
+
+
+def test_a_base_beyond_floats_is_refused():
+    rope = RopeGeometry(head_dim=16, theta=1e4, original_context=64)
+    with pytest.raises(MethodError, match="alpha 1e\\+300 gives no base"):
+        method("dynamic-ntk", alpha=1e300).plan(rope, context=256, seq_len=65)
+
+
 def test_resonance_needs_a_static_method():
     rope = RopeGeometry(head_dim=16, theta=1e4, original_context=64)
     for spelled in ("dynamic-ntk", "dynamic-yarn", reference.spell_factors(16, 4.0)):
@@ -549,6 +602,8 @@ FACTOR_FILES = {
     "columns.csv": "short_factor, long_factor\n1, 1\n1, 1.5\n1, 2\n",
     "column.csv": "1\n1.5\n2\n",
     "row.csv": "1,1.5,2\n",
+    "excel.csv": "\ufeff1,1.5,2\n",
+    "CAPITALS.JSON": "[1, 1.5, 2]",
 }
 
 
@@ -558,7 +613,7 @@ def test_factor_files(tmp_path, name):
     chosen = parse_method(f"longrope:long_factor={tmp_path / name}")
     assert chosen.long_factor == (1.0, 1.5, 2.0)
     assert parse_method(spell(chosen)) == chosen
-    assert re.fullmatch(r"longrope:long_factor=\(3 numbers, [0-9a-f]{8}\)", label(chosen))
+    assert re.fullmatch(r"longrope:long_factor=#[0-9a-f]{8}", label(chosen))
     assert label(chosen) != label(method("longrope", long_factor=(1, 1.5, 3)))
 
 
@@ -577,6 +632,10 @@ def test_factor_files(tmp_path, name):
         ("ragged.csv", "x,long_factor\n1,2\n3\n", "rows that are too short for its column 2"),
         ("words.csv", "1\ntwo\n", "not a number"),
         ("binary.csv", b"\xff\xfe", "not UTF-8"),
+        ("deep.json", "[" * 200_000, "is not JSON"),
+        ("huge.json", "[" + "9" * 400 + "]", "not a number"),
+        ("wide.csv", "1" * 140_000, "is not CSV: field larger"),
+        ("newline.json", '{"a\\nb": 1}', "it has: a b"),
         ("negative.csv", "1\n-2\n", "long_factor of pair 1 is -2.0"),
     ],
 )

@@ -20,7 +20,8 @@ TRANSFORMERS = {"transformers 5", "transformers 4.57"}
 
 def verdicts(spelled, window=WINDOW, family="llama"):
     chosen = parse_method(spelled)
-    lengths = {n: chosen.frequency_key(ROPE, context=WINDOW, seq_len=n) for n in (L, L + 1, WINDOW)}
+    keys = {n: chosen.frequency_key(ROPE, context=WINDOW, seq_len=n) for n in (L, L + 1, WINDOW)}
+    lengths = keys if len(set(keys.values())) > 1 else (WINDOW,)
     plans = {n: chosen.plan(ROPE, context=WINDOW, seq_len=n) for n in lengths}
     parameters = chosen.rope_parameters(ROPE, context=WINDOW)
     return {v.reader: v for v in judge(parameters, window=window, geometry=ROPE, plans=plans, family=family)}
@@ -47,7 +48,7 @@ def of_kind(found, kind):
         ("resonance", ALL - {"ollama", "llama.cpp"}, {"ollama", "llama.cpp"}),
         ("p-rope", {"transformers 5", "vLLM 0.33"}, ALL - {"transformers 5", "vLLM 0.33"}),
         ("nope", {"transformers 5"}, ALL - {"transformers 5"}),
-        (reference.spell_factors(D, S), {*TRANSFORMERS, "SGLang 0.5"}, {"ollama", "llama.cpp"}),
+        (reference.spell_factors(D, S), TRANSFORMERS, {"ollama", "llama.cpp"}),
     ],
 )
 def test_who_takes_what(spelled, exact, cannot):
@@ -68,6 +69,21 @@ def test_how_much_is_said():
     assert vllm.kind == "approximate"
     assert vllm.words.startswith(f"frequencies off by up to {ratio:.2g} times")
     assert f"--max-model-len {WINDOW}" in vllm.words
+
+
+def test_sglang_switches_one_token_late():
+    """It asks whether a position exceeds the original window, and positions count from 0."""
+    long = torch.tensor(reference.longrope(D, B, reference.example_factors(D, S)[1])).double()
+    short = torch.tensor(reference.longrope(D, B, reference.example_factors(D, S)[0])).double()
+    stated = Stated(parse_method(reference.spell_factors(D, S)).rope_parameters(ROPE, context=WINDOW), WINDOW, D)
+    for tokens, wanted in ((L, short), (L + 1, short), (L + 2, long)):
+        got = READERS["SGLang 0.5"](stated, tokens).inv_freq
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
+
+
+def test_a_gguf_is_offered_where_it_can_be_written():
+    assert verdicts("yarn:ramp=rotations")["llama.cpp"].words.endswith("; use --gguf")
+    assert "--gguf" not in verdicts(reference.spell_factors(D, S))["llama.cpp"].words
 
 
 def test_limits_that_serve_too_much_are_named():
@@ -130,4 +146,4 @@ def test_a_missing_key_is_a_refusal():
     plan = PositionPlan(inv_freq=ROPE.inv_freq)
     found = judge({"rope_type": "linear", "rope_theta": B}, window=WINDOW, geometry=ROPE, plans={WINDOW: plan})
     assert {v.kind for v in found} == {"cannot"}
-    assert {v.words for v in found} == {"needs factor"}
+    assert {v.words.removesuffix("; use --gguf") for v in found} == {"needs factor"}
