@@ -39,11 +39,14 @@ def _by_method(order: Sequence[str]) -> tuple[alt.Color, alt.Shape]:
     )
 
 
-def perplexity_chart(cells: Sequence[Cell], labels: Mapping[str, str], *, original_context: int, model: str) -> Chart:
+def perplexity_chart(
+    cells: Sequence[Cell], labels: Mapping[str, str], *, original_context: int, model: str, protocol: str
+) -> Chart:
     """Return perplexity over length, log-log, one line with 95 % bars per method, a rule at the trained window.
 
     Args:
-        cells: of task "perplexity"; failed ones are left out.
+        cells: of task "perplexity" under one protocol; failed ones are left out.
+        protocol: in words, for the subtitle.
         labels: fingerprint -> how the method is called in the legend, in the legend's order.
     """
     rows = [
@@ -83,7 +86,7 @@ def perplexity_chart(cells: Sequence[Cell], labels: Mapping[str, str], *, origin
     )
     title = _title(
         f"Perplexity over length: {model}",
-        [f"mean over the first L tokens of {n} document{'s' * (n != 1)}; bars: 95 % bootstrap over documents"],
+        [f"{protocol}, {n} document{'s' * (n != 1)}; bars: 95 % bootstrap over documents"],
     )
     return alt.layer(spread, line, point, rule, note).properties(width=WIDTH, height=HEIGHT, title=title)
 

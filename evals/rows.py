@@ -13,8 +13,8 @@ from typing import Any
 
 from evals.errors import EvalError
 
-SampleKey = tuple[str, str, int, str, str]
-"""Fingerprint, task, length, unit, data hash."""
+SampleKey = tuple[str, str, str, int, str, str]
+"""Fingerprint, task, protocol, length, unit, data hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(Row):
-    """One scored unit: a document at a length ("perplexity"), or a passkey trial ("passkey").
+    """One scored unit: a document at a length, or a passkey trial.
 
     Attributes:
-        unit: what was scored, unique within (fingerprint, task, length): a document's name, or "depth/trial".
-        value: nats per token for perplexity, 1 or 0 for passkey.
-        weight: the tokens scored in it.
+        unit: what was scored, unique within (fingerprint, task, protocol, length): a document's name, or "depth/trial".
+        value: nats per token for documents, 1 or 0 for passkey.
+        weight: the tokens scored in it; the windows, where the protocol counts those.
         data_hash: of the ids shown to the model, equal for every method.
         detail: task-specific facts (actual depth, key, predicted ids, answer NLL), kept for reading, not aggregated.
     """
@@ -62,7 +62,7 @@ class Sample(Row):
 
     def key(self) -> SampleKey:
         """Return what makes a sample unique: how it was measured, and on which tokens. A second one is a repetition."""
-        return (self.fingerprint, self.task, self.length, self.unit, self.data_hash)
+        return (self.fingerprint, self.task, self.protocol, self.length, self.unit, self.data_hash)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,38 @@ class Cell(Row):
     commit: str | None
 
 
-def to_json(row: Sample | Cell) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contrast:
+    """How a method differs from the baseline on the same units, recomputable from samples.
+
+    Attributes:
+        method, against: their spellings; `fingerprint` and `against_fingerprint` say exactly what they were.
+        value: mean of the paired differences: nats per token for documents (exp of it is the ratio of perplexities),
+            share of trials for passkey. Above 0 the method's is higher.
+        ci_low, ci_high: 95 % bootstrap interval over documents or trials; None if n is 1.
+        p_value: two-sided, from the same resamples.
+        native: whether the length lies within the original window: a regression there is the price of the stretch.
+    """
+
+    method: str
+    against: str
+    fingerprint: str
+    against_fingerprint: str
+    task: str
+    protocol: str
+    length: int
+    metric: str
+    value: float
+    ci_low: float | None
+    ci_high: float | None
+    p_value: float | None
+    n: int
+    native: bool
+    seed: int
+    data_hash: str
+
+
+def to_json(row: Sample | Cell | Contrast) -> str:
     """Return the row as one line of strict JSON.
 
     Raises:
@@ -115,7 +146,7 @@ def append(path: Path, rows: Iterable[Sample | Cell]) -> None:
         os.fsync(file.fileno())
 
 
-def write(path: Path, rows: Iterable[Cell]) -> None:
+def write(path: Path, rows: Iterable[Cell | Contrast]) -> None:
     """Replace a file of aggregates as a whole: readers see the old one or the new one, never a half."""
     partial = path.with_suffix(".partial")
     partial.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
@@ -146,12 +177,12 @@ def read_samples(path: Path) -> list[Sample]:
     return list(samples.values())
 
 
-_CHECKED = {"fingerprint", "task", "unit", "data_hash", "length", "value", "weight"}
+_CHECKED = {"fingerprint", "task", "protocol", "unit", "data_hash", "length", "value", "weight"}
 
 
 def _is_sound(row: dict[str, Any]) -> bool:
     """Whether what a sample is told by, and counted with, is text and finite numbers."""
-    texts = all(isinstance(row[name], str) for name in ("fingerprint", "task", "unit", "data_hash"))
+    texts = all(isinstance(row[name], str) for name in ("fingerprint", "task", "protocol", "unit", "data_hash"))
     numbers = all(isinstance(row[n], int | float) and math.isfinite(row[n]) for n in ("length", "value", "weight"))
     return texts and numbers and row["weight"] > 0
 

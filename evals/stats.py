@@ -1,4 +1,4 @@
-"""Aggregates with intervals: token-weighted perplexity, Wilson, effective length."""
+"""Aggregates with intervals: token-weighted perplexity, Wilson, paired differences, effective length."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,21 +35,31 @@ def perplexity(nll: Sequence[float], tokens: Sequence[int], *, seed: int = 0, nu
     Raises:
         EvalError: nothing was measured, the lengths differ, or a value is not finite.
     """
+    mean = mean_nll(nll, tokens, seed=seed, num_resamples=num_resamples)
+    if mean.value > MAX_NLL:
+        raise EvalError(f"perplexity: {mean.value:.0f} nats per token has no perplexity that a float can hold")
+    ends = [None if end is None else math.exp(min(end, MAX_NLL)) for end in (mean.low, mean.high)]
+    return Estimate(math.exp(mean.value), ends[0], ends[1], mean.n)
+
+
+def mean_nll(nll: Sequence[float], tokens: Sequence[float], *, seed: int = 0, num_resamples: int = 2000) -> Estimate:
+    """Return the token-weighted mean of documents' means, in nats, with a percentile bootstrap over documents.
+
+    Raises:
+        EvalError: nothing was measured, the lengths differ, or a value is not finite.
+    """
     if not nll or len(nll) != len(tokens):
         raise EvalError(f"perplexity: {len(nll)} losses for {len(tokens)} token counts; give one of each, at least one")
     values, weights = np.asarray(nll, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
     if not np.isfinite(values).all() or (weights <= 0).any():
         raise EvalError("perplexity: a loss that is not finite, or a document without a scored token")
     mean = float((values * weights).sum() / weights.sum())
-    if mean > MAX_NLL:
-        raise EvalError(f"perplexity: {mean:.0f} nats per token has no perplexity that a float can hold")
-    value = math.exp(mean)
     if len(values) == 1:
-        return Estimate(value, None, None, 1)
+        return Estimate(mean, None, None, 1)
     picks = np.random.default_rng(seed).integers(len(values), size=(num_resamples, len(values)))
     means = (values * weights)[picks].sum(axis=1) / weights[picks].sum(axis=1)
-    low, high = np.exp(np.minimum(np.quantile(means, [0.025, 0.975]), MAX_NLL))
-    return Estimate(value, float(low), float(high), len(values))
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Estimate(mean, float(low), float(high), len(values))
 
 
 def wilson(successes: int, trials: int) -> Estimate:
@@ -68,6 +78,103 @@ def wilson(successes: int, trials: int) -> Estimate:
     low = 0.0 if successes == 0 else max(0.0, centre - half)
     high = 1.0 if successes == trials else min(1.0, centre + half)
     return Estimate(p, low, high, trials)
+
+
+class Unit(NamedTuple):
+    """One scored unit under one method: its mean, and the tokens (or trials) that it stands for."""
+
+    value: float
+    weight: float = 1.0
+
+
+class Difference(NamedTuple):
+    """How much higher the first of two methods scored on the same units, with its 95 % interval, over n units.
+
+    `p_value` is two-sided: twice the share of resamples on the other side of 0.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    p_value: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves 0 out."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def paired_difference(
+    first: Mapping[str, Unit],
+    second: Mapping[str, Unit],
+    *,
+    clusters: Mapping[str, str] | None = None,
+    seed: int = 0,
+    num_resamples: int = 10_000,
+) -> Difference:
+    """Return the weighted mean of first minus second over units that both scored, with a percentile bootstrap interval.
+
+    Methods saw the same tokens, so most of what makes one unit harder than another cancels; the interval of the
+    difference is narrower than the two intervals suggest.
+
+    Args:
+        first, second: by unit (a document's name, a trial); weights must agree.
+        clusters: unit -> what it shares with others (a document, a haystack); whole clusters are resampled. By
+            default every unit is its own.
+        seed: of the resampling; a second call gives the same interval.
+
+    Source: Miller, Adding Error Bars to Evals (arXiv 2411.00640), sections 2.2 and 4.2, with the bootstrap in place of
+    its normal approximation.
+
+    Raises:
+        EvalError: the units differ, none came, a weight differs, or a value is not finite.
+    """
+    if first.keys() != second.keys() or not first:
+        alone = sorted(first.keys() ^ second.keys())
+        found = f"{alone[0]!r} is in one only" if alone else "nothing came"
+        raise EvalError(f"paired difference: both must have scored the same units; {found}")
+    names = sorted(first)
+    if any(first[name].weight != second[name].weight for name in names):
+        raise EvalError("paired difference: a unit has unequal weights, so the methods saw different tokens")
+    values = np.array([first[name].value - second[name].value for name in names], dtype=np.float64)
+    weights = np.array([first[name].weight for name in names], dtype=np.float64)
+    if not np.isfinite(values).all() or (weights <= 0).any():
+        raise EvalError("paired difference: a value that is not finite, or a unit without weight")
+    _, cluster = np.unique([(clusters or {}).get(name, name) for name in names], return_inverse=True)
+    sums = np.bincount(cluster, weights=values * weights)
+    sizes = np.bincount(cluster, weights=weights)
+    value = float(sums.sum() / sizes.sum())
+    if len(sums) == 1:
+        return Difference(value, None, None, len(names), None)
+    picks = np.random.default_rng(seed).integers(len(sums), size=(num_resamples, len(sums)))
+    means = sums[picks].sum(axis=1) / sizes[picks].sum(axis=1)
+    low, high = (float(q) for q in np.quantile(means, [0.025, 0.975]))
+    beyond = min(float((means <= 0).mean()), float((means >= 0).mean()))
+    return Difference(value, low, high, len(names), min(1.0, 2 * beyond))
+
+
+class EffectiveLength(NamedTuple):
+    """The largest tested length such that it and every shorter one reach the threshold; None if none does.
+
+    `by_mean` looks at the values, `by_bound` at the lower ends of their intervals: a claim that n supports.
+    """
+
+    by_mean: int | None
+    by_bound: int | None
+
+
+def effective_lengths(accuracy: Mapping[int, Estimate], *, threshold: float = 0.85) -> EffectiveLength:
+    """Return how far a method reaches, decided on the means and on the intervals' lower ends.
+
+    Args:
+        accuracy: by length in tokens.
+        threshold: 0.2 is Position Interpolation's (arXiv 2306.15595, section 3.3), 0.856 RULER's; NoLiMa's is 0.85
+            times the accuracy at the shortest length.
+    """
+    lows = {length: -1.0 if estimate.low is None else estimate.low for length, estimate in accuracy.items()}
+    means = {length: estimate.value for length, estimate in accuracy.items()}
+    return EffectiveLength(effective_length(means, threshold=threshold), effective_length(lows, threshold=threshold))
 
 
 def effective_length(accuracy: Mapping[int, float], *, threshold: float = 0.85) -> int | None:

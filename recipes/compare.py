@@ -7,22 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
-from evals import corpora, passkey, rows, stats
+from evals import rows, stats
 from evals.errors import EvalError
-from evals.passkey import PasskeyPrompt
-from evals.perplexity import PROTOCOL, prefix_nll
 from evals.rows import SampleKey
 from recipes.environment import commit, machine, versions
 from recipes.schema import CompareRecipe
-from recipes.setting import Setting, document_cost, prompt_cost
-from rope_ext.patch import Fingerprint, Patch, extend
+from recipes.setting import Setting
+from recipes.work import METRICS, Measure, Work, document_work, measures, passkey_work
+from rope_ext.patch import Fingerprint, extend
 from rope_ext.plan import Method, hyperparameters, label
 
-TOKENS_PER_FORWARD = 16_384
-SAMPLES, CELLS, RUN = "samples.jsonl", "cells.jsonl", "run.json"
+SAMPLES, CELLS, DIFFERENCES, RUN = "samples.jsonl", "cells.jsonl", "differences.jsonl", "run.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +30,7 @@ class Comparison:
     out: Path
     recipe: CompareRecipe
     cells: tuple[rows.Cell, ...]
+    contrasts: tuple[rows.Contrast, ...]
     labels: dict[str, str]
     original_context: int
     ratios: dict[str, list[float]]
@@ -42,9 +41,11 @@ class Comparison:
         """Whether any cell failed."""
         return any(cell.status != "ok" for cell in self.cells)
 
-    def pooled(self, task: str) -> dict[tuple[str, int], rows.Cell]:
-        """Return the cells of a task over all depths, by (fingerprint, length)."""
-        return {(c.fingerprint, c.length): c for c in self.cells if c.task == task and c.depth is None}
+    def pooled(self, task: str, protocol: str | None = None) -> dict[tuple[str, int], rows.Cell]:
+        """Return the cells of a task over all depths, by (fingerprint, length): of its first protocol, or of one."""
+        mine = [c for c in self.cells if c.task == task and c.depth is None]
+        protocol = protocol or next((c.protocol for c in mine), None)
+        return {(c.fingerprint, c.length): c for c in mine if c.protocol == protocol}
 
     def effective_lengths(self) -> dict[str, int | None]:
         """Return each method's passkey effective length by fingerprint; None is a measured miss at every length.
@@ -62,20 +63,6 @@ class Comparison:
             if cells and not open_end:
                 found[fingerprint] = reached
         return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What one forward scores: one document at all lengths, or a batch of passkey prompts of one length.
-
-    `keys` are the samples that `score` returns, known before it runs; `cost` is the floating-point operations it takes.
-    """
-
-    task: str
-    lengths: tuple[int, ...]
-    keys: tuple[SampleKey, ...]
-    cost: float
-    score: Callable[[], list[rows.Sample]]
 
 
 def run_compare(setting: Setting, *, advance: Callable[[float, str], None] = lambda _cost, _what: None) -> Comparison:
@@ -102,28 +89,41 @@ def run_compare(setting: Setting, *, advance: Callable[[float, str], None] = lam
     fingerprints: list[Fingerprint] = []
     ratios: dict[str, list[float]] = {}
     cells: list[rows.Cell] = []
+    scored: dict[str, list[rows.Sample]] = {}
     for method in setting.methods:
-        with extend(setting.model, method, context=recipe.context, base=recipe.base) as patch:
+        with extend(
+            setting.model,
+            method,
+            context=recipe.context,
+            base=recipe.base,
+            original_context=recipe.original_context,
+        ) as patch:
             fingerprint = patch.fingerprint
             fingerprints.append(fingerprint)
             leg["fingerprints"] = {fp.digest: fp.as_dict() for fp in fingerprints}
             ratios[label(method)] = (patch.plan.inv_freq / setting.geometry.inv_freq).tolist()
             wanted: list[SampleKey] = []
-            failures: dict[tuple[str, int], str] = {}
-            for work in _work(setting, patch, fingerprint):
+            failures: dict[Measure, str] = {}
+            shared = _coordinates(setting, method, fingerprint)
+            pieces = (patch.frequency_key, fingerprint.digest, shared)
+            for work in chain(document_work(setting, *pieces), passkey_work(setting, *pieces)):
                 wanted += work.keys
                 _do(work, done, failures, out / SAMPLES)
                 advance(work.cost, label(method))
             samples = [done[key] for key in wanted if key in done]
-            cells += _cells(setting, method, fingerprint, samples, failures)
+            cells += _cells(setting, shared, samples, failures)
+            scored[fingerprint.digest] = samples
         leg["seconds"] = round(time.monotonic() - started, 1)
         _write_run(setting, earlier, leg, done=False)
     rows.write(out / CELLS, cells)
+    contrasts = tuple(_contrasts(setting, scored))
+    rows.write(out / DIFFERENCES, contrasts)
     _write_run(setting, earlier, leg, done=True)
     return Comparison(
         out=out,
         recipe=recipe,
         cells=tuple(cells),
+        contrasts=contrasts,
         labels={fp.digest: label(method) for method, fp in zip(setting.methods, fingerprints, strict=True)},
         original_context=setting.geometry.original_context,
         ratios=ratios,
@@ -131,7 +131,7 @@ def run_compare(setting: Setting, *, advance: Callable[[float, str], None] = lam
     )
 
 
-def _do(work: Work, done: dict[SampleKey, rows.Sample], failures: dict[tuple[str, int], str], path: Path) -> None:
+def _do(work: Work, done: dict[SampleKey, rows.Sample], failures: dict[Measure, str], path: Path) -> None:
     """Score what is missing of a piece of work and put it on disk, or note why that failed."""
     missing = {key for key in work.keys if key not in done}
     if not missing:
@@ -140,94 +140,10 @@ def _do(work: Work, done: dict[SampleKey, rows.Sample], failures: dict[tuple[str
         new = {sample.key(): sample for sample in work.score()}
     except (EvalError, RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError in torch
         reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        failures |= {(work.task, length): reason for length in work.lengths}
+        failures |= dict.fromkeys(work.measures, reason)
         return
     rows.append(path, [new[key] for key in work.keys if key in missing])
     done |= new
-
-
-def _work(setting: Setting, patch: Patch, fingerprint: Fingerprint) -> Iterator[Work]:
-    """Yield everything to score under one method, perplexity first, then passkey from the shortest length."""
-    model, tokenizer, lengths = setting.model, setting.tokenizer, setting.recipe.lengths
-    shared = _coordinates(setting, patch.method, fingerprint)
-    for document in setting.corpus.documents if setting.corpus else ():
-        hashes = {length: corpora.hash_ids([document.ids[:length]]) for length in lengths}
-
-        def score_document(
-            document: corpora.TokenDocument = document, hashes: dict[int, str] = hashes
-        ) -> list[rows.Sample]:
-            means = prefix_nll(model, document, lengths, frequency_key=patch.frequency_key)
-            return [
-                rows.Sample(
-                    **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
-                    task="perplexity",
-                    protocol=PROTOCOL,
-                    length=length,
-                    depth=None,
-                    unit=document.name,
-                    metric="nll",
-                    value=nll,
-                    weight=length - 1,
-                    data_hash=hashes[length],
-                )
-                for length, nll in means.items()
-            ]
-
-        yield Work(
-            task="perplexity",
-            lengths=lengths,
-            keys=tuple((fingerprint.digest, "perplexity", n, document.name, hashes[n]) for n in lengths),
-            cost=document_cost(model, lengths, patch.frequency_key),
-            score=score_document,
-        )
-    for length, prompts in sorted(setting.prompts.items()):
-        for batch in _batches(prompts, max(1, TOKENS_PER_FORWARD // length)):
-
-            def score_batch(batch: list[PasskeyPrompt] = batch) -> list[rows.Sample]:
-                scores = passkey.score_prompts(model, batch, frequency_key=patch.frequency_key)
-                return [
-                    rows.Sample(
-                        **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
-                        task="passkey",
-                        protocol="classic",
-                        length=prompt.length,
-                        depth=prompt.depth,
-                        unit=_unit(prompt),
-                        metric="exact_match",
-                        value=float(score.correct),
-                        weight=prompt.num_answer,
-                        data_hash=corpora.hash_ids([prompt.ids]),
-                        detail={
-                            "key": prompt.key,
-                            "actual_depth": prompt.actual_depth,
-                            "answer_nll": score.answer_nll,
-                            "predicted": tokenizer.decode(list(score.predicted)),
-                        },
-                    )
-                    for prompt, score in zip(batch, scores, strict=True)
-                ]
-
-            yield Work(
-                task="passkey",
-                lengths=(length,),
-                keys=tuple((fingerprint.digest, "passkey", length, _unit(p), corpora.hash_ids([p.ids])) for p in batch),
-                cost=sum(prompt_cost(model, prompt, patch.frequency_key) for prompt in batch),
-                score=score_batch,
-            )
-
-
-def _batches(prompts: Sequence[PasskeyPrompt], size: int) -> Iterator[list[PasskeyPrompt]]:
-    """Yield runs of prompts whose answers have equally many tokens, at most `size` together."""
-    by_answer: dict[int, list[PasskeyPrompt]] = {}
-    for prompt in prompts:
-        by_answer.setdefault(prompt.num_answer, []).append(prompt)
-    for group in by_answer.values():
-        for start in range(0, len(group), size):
-            yield group[start : start + size]
-
-
-def _unit(prompt: PasskeyPrompt) -> str:
-    return f"{prompt.depth:g}/{prompt.trial}"
 
 
 def _coordinates(setting: Setting, method: Method, fingerprint: Fingerprint) -> dict[str, object]:
@@ -243,39 +159,34 @@ def _coordinates(setting: Setting, method: Method, fingerprint: Fingerprint) -> 
 
 
 def _cells(
-    setting: Setting,
-    method: Method,
-    fingerprint: Fingerprint,
-    samples: Sequence[rows.Sample],
-    failures: dict[tuple[str, int], str],
+    setting: Setting, shared: dict[str, object], samples: Sequence[rows.Sample], failures: dict[Measure, str]
 ) -> Iterator[rows.Cell]:
-    """Yield the cells of one method: perplexity by length, passkey by length pooled and by depth."""
-    shared = _coordinates(setting, method, fingerprint) | {"stage": None, "versions": versions(), "commit": commit()}
-    for task, protocol, metric in (("perplexity", PROTOCOL, "perplexity"), ("passkey", "classic", "accuracy")):
-        for length in setting.recipe.lengths:
-            at_length = [s for s in samples if s.task == task and s.length == length]
-            reason = failures.get((task, length))
-            depths = sorted({s.depth for s in at_length if s.depth is not None})
-            for depth in (None, *depths):
-                chosen = [s for s in at_length if depth is None or s.depth == depth]
-                if not chosen and not reason:
-                    continue
-                estimate, cell_reason = _estimate(task, chosen, setting.recipe.seed, reason)
-                yield rows.Cell(
-                    **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
-                    task=task,
-                    protocol=protocol,
-                    length=length,
-                    depth=depth,
-                    metric=metric,
-                    value=estimate.value if estimate else None,
-                    ci_low=estimate.low if estimate else None,
-                    ci_high=estimate.high if estimate else None,
-                    n=len(chosen),
-                    data_hash=_hash_of([s.data_hash for s in sorted(chosen, key=lambda s: s.unit)]),
-                    status="failed" if cell_reason else "ok",
-                    reason=cell_reason,
-                )
+    """Yield the cells of one method, measure by measure; passkey pooled over depths, and by depth."""
+    shared = shared | {"stage": None, "versions": versions(), "commit": commit()}
+    for measure in measures(setting.recipe, setting.geometry.original_context):
+        mine = [s for s in samples if (s.task, s.protocol, s.length) == measure]
+        reason = failures.get(measure)
+        depths = sorted({s.depth for s in mine if s.depth is not None})
+        for depth in (None, *depths):
+            chosen = [s for s in mine if depth is None or s.depth == depth]
+            if not chosen and not reason:
+                continue
+            estimate, cell_reason = _estimate(measure.task, chosen, setting.recipe.seed, reason)
+            yield rows.Cell(
+                **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
+                task=measure.task,
+                protocol=measure.protocol,
+                length=measure.length,
+                depth=depth,
+                metric=METRICS[measure.task],
+                value=estimate.value if estimate else None,
+                ci_low=estimate.low if estimate else None,
+                ci_high=estimate.high if estimate else None,
+                n=len(chosen),
+                data_hash=_hash_of([s.data_hash for s in sorted(chosen, key=lambda s: s.unit)]),
+                status="failed" if cell_reason else "ok",
+                reason=cell_reason,
+            )
 
 
 def _estimate(
@@ -285,11 +196,51 @@ def _estimate(
     if reason is not None:
         return None, reason
     try:
-        if task == "perplexity":
-            return stats.perplexity([s.value for s in samples], [s.weight for s in samples], seed=seed), None
-        return stats.wilson(sum(s.value == 1.0 for s in samples), len(samples)), None
+        if task == "passkey":
+            return stats.wilson(sum(s.value == 1.0 for s in samples), len(samples)), None
+        mean = stats.perplexity if task == "perplexity" else stats.mean_nll
+        return mean([s.value for s in samples], [s.weight for s in samples], seed=seed), None
     except EvalError as error:
         return None, str(error)
+
+
+def _contrasts(setting: Setting, scored: dict[str, list[rows.Sample]]) -> Iterator[rows.Contrast]:
+    """Yield every method's difference from the baseline, measure by measure, where both have scored the same units."""
+    recipe, digests = setting.recipe, list(scored)
+    first = recipe.baseline or ("unscaled" if "unscaled" in recipe.methods else recipe.methods[0])
+    against = digests[recipe.methods.index(first)]
+    for name, digest in zip(recipe.methods, digests, strict=True):
+        for measure in measures(recipe, setting.geometry.original_context) if digest != against else ():
+            ours, theirs = (
+                {s.unit: s for s in scored[d] if (s.task, s.protocol, s.length) == measure} for d in (digest, against)
+            )
+            if not ours or ours.keys() != theirs.keys():
+                continue  # a failed cell on either side; the cells say why
+            # A passkey counts once, however many tokens its answer has
+            passkey = measure.task == "passkey"
+            units = [
+                {unit: stats.Unit(s.value, 1.0 if passkey else s.weight) for unit, s in side.items()}
+                for side in (ours, theirs)
+            ]
+            found = stats.paired_difference(units[0], units[1], seed=recipe.seed)
+            yield rows.Contrast(
+                method=name,
+                against=first,
+                fingerprint=digest,
+                against_fingerprint=against,
+                task=measure.task,
+                protocol=measure.protocol,
+                length=measure.length,
+                metric="accuracy" if passkey else "nll",
+                value=found.value,
+                ci_low=found.low,
+                ci_high=found.high,
+                p_value=found.p_value,
+                n=found.n,
+                native=measure.length <= setting.geometry.original_context,
+                seed=recipe.seed,
+                data_hash=_hash_of([ours[unit].data_hash for unit in sorted(ours)]) or "",
+            )
 
 
 def _hash_of(hashes: Sequence[str]) -> str | None:

@@ -1,7 +1,7 @@
 """YAML in, recipes out; every error names the file, the key and the nearest known key."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -56,7 +56,17 @@ def make_recipe(values: Mapping[str, object], where: str = "recipe") -> CompareR
         recipe = TypeAdapter(CompareRecipe).validate_python(values)
     except ValidationError as error:
         raise RecipeError(f"{where}: {_explain(error)}") from None
-    for key, entries in (("methods", recipe.methods), ("passkey.depths", recipe.passkey.depths)):
+    if recipe.baseline is not None:
+        recipe = replace(recipe, baseline=_spelled(recipe.baseline, where))
+        if recipe.baseline not in recipe.methods:
+            raise RecipeError(
+                f"{where}: baseline {recipe.baseline!r} is not among the methods ({', '.join(recipe.methods)}); add it"
+            )
+    for key, entries in (
+        ("perplexity.protocols", recipe.perplexity.protocols),
+        ("methods", recipe.methods),
+        ("passkey.depths", recipe.passkey.depths),
+    ):
         repeated = sorted({str(v) for v in entries if entries.count(v) > 1})
         if repeated:
             raise RecipeError(f"{where}: {key} names {', '.join(repeated)} twice; each once")

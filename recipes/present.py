@@ -1,6 +1,7 @@
 """A comparison as a table on the screen, as pictures, and as a page of Markdown."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evals import plots
-from evals.rows import Cell
+from evals.rows import Cell, Contrast
 from recipes.compare import RUN, Comparison
 from recipes.setting import RECIPE
 
@@ -78,7 +79,8 @@ def _caption(comparison: Comparison) -> str:
     for task, short in _tasks(comparison):
         n = max(cell.n for cell in comparison.pooled(task).values())
         if task == "perplexity":
-            parts.append(f"{short}: perplexity of the first L tokens, {n} documents.")
+            words = protocol_in_words(next(iter(comparison.pooled(task).values())).protocol)
+            parts.append(f"{short}: perplexity of {words}, {n} documents.")
         else:
             parts.append(f"{short}: passkeys found, {n} trials; effective length: 0.85 or better there and below.")
     return "\n".join([*parts, f"Intervals: {comparison.out / REPORT}"])
@@ -96,8 +98,12 @@ def write_pictures(comparison: Comparison) -> list[Path]:
         written.append(out / name)
 
     ok = [cell for cell in comparison.cells if cell.status == "ok"]
-    if any(cell.task == "perplexity" for cell in ok):
-        chart = plots.perplexity_chart(ok, comparison.labels, original_context=original, model=recipe.model)
+    curve = [cell for cell in comparison.pooled("perplexity").values() if cell.status == "ok"]
+    if curve:
+        words = protocol_in_words(curve[0].protocol)
+        chart = plots.perplexity_chart(
+            curve, comparison.labels, original_context=original, model=recipe.model, protocol=words
+        )
         save(chart, "perplexity.png")
     for fingerprint, label in comparison.labels.items():
         mine = [c for c in ok if c.task == "passkey" and c.depth is not None and c.fingerprint == fingerprint]
@@ -129,13 +135,11 @@ def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
         named = ", ".join(f"{name} {version}" for name, version in leg["versions"].items())
         lines.append(f"- {leg['started']}: commit {leg['commit'] or 'unknown'}, {leg['machine']}; {named}")
     lines.append("")
-    for task, title in (
-        ("perplexity", "Perplexity of the first L tokens"),
-        ("passkey", "Passkey accuracy, all depths"),
-    ):
-        cells = comparison.pooled(task)
-        if cells:
-            lines += [f"## {title}", "", *_markdown(comparison, cells), ""]
+    columns = dict.fromkeys((cell.task, cell.protocol) for cell in comparison.cells)
+    for task, protocol in columns:
+        title = f"{TITLES[task]} ({protocol_in_words(protocol)})"
+        lines += [f"## {title}", "", *_markdown(comparison, comparison.pooled(task, protocol)), ""]
+        lines += _contrasts_markdown(comparison, task, protocol)
     effective = comparison.effective_lengths()
     if effective:
         lines += ["## Effective length (passkey 0.85 or better there and at every shorter length tested)", ""]
@@ -144,7 +148,8 @@ def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
         ]
     failed = [c for c in comparison.cells if c.status != "ok"]
     if failed:
-        lines += ["## Failed", ""] + [f"- {c.method} {c.task} at {c.length}: {c.reason}" for c in failed] + [""]
+        lines += ["## Failed", ""]
+        lines += [f"- {c.method} {c.task} ({c.protocol}) at {c.length}: {c.reason}" for c in failed] + [""]
     if run["corpus"]:
         corpus = run["corpus"]
         described = f"{corpus['name']}, data hash {corpus['data_hash']}; {corpus['num_too_short']} tried were too short"
@@ -153,6 +158,58 @@ def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
     path = comparison.out / REPORT
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def _contrasts_markdown(comparison: Comparison, task: str, protocol: str) -> list[str]:
+    """Return each method's paired difference from the baseline, with the native window marked."""
+    mine = [c for c in comparison.contrasts if (c.task, c.protocol) == (task, protocol)]
+    if not mine:
+        return []
+    lengths = sorted({contrast.length for contrast in mine})
+    unit = "percent more perplexity" if task == "perplexity" else "share of trials" if task == "passkey" else "nats"
+    heads = [f"{n} (native)" if n <= comparison.original_context else str(n) for n in lengths]
+    lines = [f"| paired with {mine[0].against}: {unit} | " + " | ".join(heads) + " |"]
+    lines.append("|---" + "|---:" * len(lengths) + "|")
+    at = {(contrast.fingerprint, contrast.length): contrast for contrast in mine}
+    for fingerprint, label in comparison.labels.items():
+        if any(contrast.fingerprint == fingerprint for contrast in mine):
+            row = [_difference(at.get((fingerprint, length))) for length in lengths]
+            lines.append(f"| {label} | " + " | ".join(row) + " |")
+    return [*lines, ""]
+
+
+def _difference(contrast: Contrast | None) -> str:
+    """Return a paired difference with its interval; of perplexities their ratio less 1, in percent."""
+    if contrast is None:
+        return ""
+    ends = (contrast.value, contrast.ci_low, contrast.ci_high)
+    if contrast.task == "perplexity":
+        shown = [None if end is None else f"{100 * math.expm1(min(end, 50)):+.3g}" for end in ends]
+    else:
+        shown = [None if end is None else f"{end:+.3g}" for end in ends]
+    value, low, high = shown
+    return f"{value}" if low is None else f"{value} [{low}, {high}]"
+
+
+TITLES = {
+    "perplexity": "Perplexity",
+    "nll-by-position": "Nats per token by position, up to L from the length before",
+    "long-context-gain": "What the context beyond the original window gives, nats per token (below 0 is a gain)",
+    "passkey": "Passkey accuracy, all depths",
+}
+
+
+def protocol_in_words(protocol: str) -> str:
+    """Return what a protocol's name stands for, its own numbers included."""
+    name, _, number = protocol.rpartition("-")
+    words = {
+        "last": f"the last {number} of the first L tokens",
+        "sliding": f"windows of L tokens moved by {number}, each token once",
+        "yarn-legacy": f"windows of L tokens moved by {number}, unweighted mean of their means",
+        "gain": f"the last {number} tokens at L, against the same with the original window",
+    }
+    whole = {"prefix": "the first L tokens", "by-position": "one forward", "classic": "repetitive filler"}
+    return whole.get(protocol) or words[name]
 
 
 def _markdown(comparison: Comparison, cells: dict[tuple[str, int], Cell]) -> list[str]:

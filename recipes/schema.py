@@ -11,11 +11,22 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerplexityTask:
-    """Mean NLL of the first L tokens; `documents` of the corpus, 0 measures none."""
+    """What to measure on documents; see evals.perplexity for the protocols.
+
+    Attributes:
+        documents: of the corpus; 0 measures none.
+        protocols: "prefix" alone costs one forward a document, and "last-k" and "by-position" come with it;
+            "sliding", "yarn-legacy" and "gain" have forwards of their own.
+        stride: by which sliding windows move, tokens.
+        last: k of last-k and gain, tokens.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     documents: Annotated[int, Field(ge=0)] = 8
+    protocols: tuple[Literal["prefix", "last-k", "by-position", "sliding", "yarn-legacy", "gain"], ...] = ("prefix",)
+    stride: Annotated[int, Field(ge=1)] = 256
+    last: Annotated[int, Field(ge=1)] = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +48,11 @@ class CompareRecipe:
         methods: each as NAME:key=value; YAML may also say {NAME: {key: value}}.
         context: the window every method is asked for, tokens; None is four times the original.
         lengths: at which to measure, tokens; empty is the original window and its doublings up to the context.
-        base: for a checkpoint that already carries scaling, see `rope_ext.extend`.
+        base, original_context: for a checkpoint that already carries scaling, see `rope_ext.extend`.
         data: "python" (the standard library's sources that the bundled model never saw), "python-all" (all of them,
             for models trained elsewhere), or a text file, a JSONL file, or a folder of them.
+        baseline: the method that the others are paired with; by default unscaled, or the first if that is not there.
+        memory_budget: bytes for activations and logits of one forward, besides weights and cache.
         seed: of passkeys and bootstrap.
     """
 
@@ -50,7 +63,10 @@ class CompareRecipe:
     context: Annotated[int, Field(ge=1)] | None = None
     lengths: tuple[Annotated[int, Field(ge=2)], ...] = ()
     base: Literal["original", "checkpoint"] | None = None
+    original_context: Annotated[int, Field(ge=1)] | None = None
     data: str = "python"
     perplexity: PerplexityTask = field(default_factory=PerplexityTask)
     passkey: PasskeyTask = field(default_factory=PasskeyTask)
+    baseline: str | None = None
+    memory_budget: Annotated[int, Field(ge=1)] = 2 * 2**30
     seed: Annotated[int, Field(ge=0)] = 0

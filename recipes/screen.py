@@ -13,7 +13,8 @@ from recipes.compare import Comparison, run_compare
 from recipes.load import RecipeError
 from recipes.present import table, write_pictures, write_report
 from recipes.schema import CompareRecipe
-from recipes.setting import Setting, prepare, total_cost
+from recipes.setting import Setting, prepare
+from recipes.work import total_cost
 
 
 class StoppedError(Exception):
@@ -90,10 +91,11 @@ def as_document(comparison: Comparison) -> dict[str, object]:
         "original_context": comparison.original_context,
         "effective_length": {comparison.labels[fingerprint]: reached for fingerprint, reached in effective.items()},
         "cells": [dataclasses.asdict(cell) for cell in comparison.cells],
+        "differences": [dataclasses.asdict(contrast) for contrast in comparison.contrasts],
     }
 
 
 def failures(comparison: Comparison) -> list[str]:
     """Return one line for each failed cell, pooled over depths."""
     failed = [cell for cell in comparison.cells if cell.status != "ok"]
-    return sorted({f"{cell.method} {cell.task} at {cell.length}: {cell.reason}" for cell in failed})
+    return sorted({f"{cell.method} {cell.task} ({cell.protocol}) at {cell.length}: {cell.reason}" for cell in failed})

@@ -1,11 +1,8 @@
 """A recipe made ready: everything loaded and checked before the first forward, and a folder that is the run's own."""
 
 import os
-from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import cast
 
@@ -14,14 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals import corpora, passkey
 from evals.corpora import Corpus
-from evals.passkey import PasskeyPrompt, answer_lengths
-from evals.perplexity import group_lengths
+from evals.passkey import PasskeyPrompt
 from recipes.load import RecipeError, make_recipe, read_recipe, write_recipe
 from recipes.schema import CompareRecipe
 from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import load_model, read_geometry, resolve_context, size_of_head
 from rope_ext.patch import extend
-from rope_ext.plan import Method, spell
+from rope_ext.plan import Method
 from rope_ext.registry import parse_method
 
 RECIPE = "recipe.yaml"
@@ -51,15 +47,17 @@ def prepare(recipe: CompareRecipe, out: Path | None, *, resume: bool = False) ->
     if not recipe.perplexity.documents and not (recipe.passkey.trials and recipe.passkey.depths):
         raise RecipeError("recipe: nothing to measure; ask for perplexity.documents or passkey.trials above 0")
     model, tokenizer = load_model(recipe.model)
-    geometry = read_geometry(model.config, base=recipe.base)
+    geometry = read_geometry(model.config, base=recipe.base, original_context=recipe.original_context)
     factor = 4.0 if recipe.context is None else None
     context = resolve_context(geometry, context=recipe.context, factor=factor)
     lengths = recipe.lengths or default_lengths(geometry.original_context, context)
+    _check_protocols(recipe, min(lengths), geometry.original_context)
     for method in methods:
-        extend(model, method, context=context, base=recipe.base).undo()  # refuses now what it would refuse in between
+        extend(
+            model, method, context=context, base=recipe.base, original_context=recipe.original_context
+        ).undo()  # refuses now what it would refuse in between
     recipe = replace(
         recipe,
-        methods=tuple(spell(method) for method in methods),  # a list that was a file's name is written out
         context=context,
         lengths=tuple(sorted(set(lengths))),
         model=_absolute(recipe.model),
@@ -97,6 +95,22 @@ def prepare(recipe: CompareRecipe, out: Path | None, *, resume: bool = False) ->
         corpus=corpus,
         prompts=prompts,
     )
+
+
+def _check_protocols(recipe: CompareRecipe, shortest: int, original: int) -> None:
+    """Refuse numbers of a protocol that leave nothing to score at the shortest length."""
+    asked = recipe.perplexity
+    room = shortest - 1
+    if {"sliding", "yarn-legacy"} & set(asked.protocols) and asked.stride > room:
+        raise RecipeError(
+            f"perplexity.stride: {asked.stride} would skip tokens in windows of {shortest}; give 1 to {room}"
+        )
+    if "last-k" in asked.protocols and asked.last > room:
+        raise RecipeError(f"perplexity.last: {asked.last} of {shortest} tokens cannot be scored; give 1 to {room}")
+    if "gain" in asked.protocols and asked.last >= original:
+        raise RecipeError(
+            f"perplexity.last: {asked.last} tokens fill the original window of {original}; give 1 to {original - 1}"
+        )
 
 
 def _check_vocabulary(model: PreTrainedModel, corpus: Corpus | None, prompts: dict[int, list[PasskeyPrompt]]) -> None:
@@ -158,32 +172,6 @@ def resumed_recipe(out: Path) -> CompareRecipe:
     if not (out / RECIPE).is_file():
         raise RecipeError(f"resume: {out} holds no {RECIPE}, so there is no run to go on with")
     return make_recipe(read_recipe(out / RECIPE), where=str(out / RECIPE))
-
-
-def total_cost(setting: Setting) -> float:
-    """Return the work of the whole comparison in floating-point operations, for a progress bar's estimate."""
-    total = 0.0
-    for method in setting.methods:
-        key = partial(_key, method, setting.geometry, int(setting.recipe.context or 0))
-        documents = len(setting.corpus.documents) if setting.corpus else 0
-        total += documents * document_cost(setting.model, setting.recipe.lengths, key)
-        total += sum(prompt_cost(setting.model, p, key) for prompts in setting.prompts.values() for p in prompts)
-    return total
-
-
-def _key(method: Method, geometry: RopeGeometry, context: int, seq_len: int) -> Hashable:
-    return method.frequency_key(geometry, context=context, seq_len=seq_len)
-
-
-def document_cost(model: PreTrainedModel, lengths: Sequence[int], frequency_key: Callable[[int], Hashable]) -> float:
-    """Return the operations of one document at all lengths: a forward for each that needs one of its own."""
-    return sum(forward_cost(model, longest) for longest, _ in group_lengths(lengths, frequency_key))
-
-
-def prompt_cost(model: PreTrainedModel, prompt: PasskeyPrompt, frequency_key: Callable[[int], Hashable]) -> float:
-    """Return the operations of one passkey prompt: a forward for each length with frequencies of its own."""
-    groups = groupby(answer_lengths(prompt), key=frequency_key)
-    return sum(forward_cost(model, max(lengths)) for _, lengths in groups)
 
 
 def forward_cost(model: PreTrainedModel, length: int) -> float:

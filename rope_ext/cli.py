@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Generator
@@ -315,7 +316,21 @@ def compare(
     ] = None,
     documents: Annotated[int | None, typer.Option("--documents", help="documents for perplexity; 0 for none")] = None,
     trials: Annotated[int | None, typer.Option("--trials", help="passkey trials a cell; 0 for none")] = None,
+    protocols: Annotated[
+        str | None,
+        typer.Option("--protocols", help="comma list of prefix, last-k, by-position, sliding, yarn-legacy, gain"),
+    ] = None,
+    stride: Annotated[int | None, typer.Option("--stride", help="of sliding windows, in tokens")] = None,
+    last: Annotated[int | None, typer.Option("--last", help="k of last-k and gain, in tokens")] = None,
+    baseline: Annotated[
+        str | None, typer.Option("--baseline", help="the method that the others are paired with [unscaled]")
+    ] = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option("--memory-budget", help="for one forward besides weights and cache, as 2GiB or 500MB"),
+    ] = None,
     base: BaseOption = None,
+    original_context: OriginalOption = None,
     seed: Annotated[int | None, typer.Option("--seed", help="of passkeys and bootstrap")] = None,
     recipe: Annotated[
         Path | None, typer.Option("--recipe", help="a YAML recipe; the other options override it")
@@ -339,12 +354,17 @@ def compare(
             "data": data,
             "perplexity": documents,
             "passkey": trials,
+            "baseline": baseline,
+            "memory_budget": _size(memory_budget),
             "base": base,
+            "original_context": original_context,
             "seed": seed,
         }
         asked = {key: value for key, value in asked.items() if value is not None}
+        numbers = {"protocols": protocols and [p.strip() for p in protocols.split(",")], "stride": stride, "last": last}
+        numbers = {key: value for key, value in numbers.items() if value is not None}
         if resume:
-            if out is None or asked or recipe is not None:
+            if out is None or asked or numbers or recipe is not None:
                 raise RecipeError("resume: give --out DIR and nothing else; the run's own recipe.yaml says the rest")
             from recipes.setting import resumed_recipe
 
@@ -359,6 +379,9 @@ def compare(
             if key in asked:
                 section = values.get(key)
                 asked[key] = {**(section if isinstance(section, dict) else {}), field: asked[key]}
+        if numbers:
+            section = asked.get("perplexity", values.get("perplexity"))
+            asked["perplexity"] = {**(section if isinstance(section, dict) else {}), **numbers}
         _compare(make_recipe(values | asked, where=str(recipe or "compare")), out, resume=False, as_json=as_json)
 
 
@@ -369,6 +392,19 @@ def _methods(text: str | None) -> list[str] | None:
     from rope_ext.registry import parse_methods
 
     return [spell(method) for method in parse_methods(text)]
+
+
+def _size(text: str | None) -> int | None:
+    """Return bytes: a whole number, or one with KB, MB, GB (powers of 1000), KiB, MiB, GiB (of 1024)."""
+    if text is None:
+        return None
+    from recipes.load import RecipeError
+
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *([KMG]?)(i?)B?", text.strip())
+    if found is None:
+        raise RecipeError(f"memory-budget: {text!r} is no size; write bytes, or a number with MiB, GiB, MB or GB")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMG".index(prefix or " "))
 
 
 def _lengths(text: str | None) -> list[int] | None:

@@ -1,11 +1,12 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evals.errors import EvalError
-from evals.stats import effective_length, perplexity, wilson
+from evals.stats import Unit, effective_length, effective_lengths, paired_difference, perplexity, wilson
 
 
 def test_perplexity_weights_tokens_not_documents():
@@ -82,3 +83,100 @@ def test_wilson_refuses_what_is_no_proportion(k, n):
 )
 def test_effective_length_is_contiguous(accuracy, reached):
     assert effective_length(accuracy) == reached
+
+
+# Paired differences
+
+
+def units(values, weights=None):
+    return {f"u{i}": Unit(v, w) for i, (v, w) in enumerate(zip(values, weights or [1.0] * len(values), strict=True))}
+
+
+def test_a_paired_difference_by_hand():
+    """(1.0 * 3 + -0.5 * 1) / 4 = 0.625, weighted by tokens."""
+    found = paired_difference(units([2.0, 1.0], [3, 1]), units([1.0, 1.5], [3, 1]))
+    assert found.value == pytest.approx(0.625, rel=1e-15)
+    assert found.n == 2
+
+
+def test_pairing_sees_what_two_intervals_hide():
+    """Documents differ by whole nats, methods by a tenth on each: overlapping intervals, a clear difference."""
+    hard = [1.0, 3.0, 2.0, 5.0, 4.0, 2.5]
+    first, second = units([h + 0.1 for h in hard]), units([h + 0.01 * i for i, h in enumerate(hard)])
+    apart = [perplexity([u.value for u in m.values()], [1] * 6) for m in (first, second)]
+    assert apart[0].low < apart[1].high
+    found = paired_difference(first, second)
+    assert found.is_clear
+    assert 0.04 < found.low < found.value < found.high < 0.11
+    assert found.p_value < 0.01
+
+
+def test_no_difference_is_no_claim():
+    same = units([1.0, 2.0, 3.0])
+    assert paired_difference(same, same) == (0.0, 0.0, 0.0, 3, 1.0)
+    mixed = paired_difference(units([1.0, 2.0, 3.0, 4.0]), units([2.0, 1.0, 4.0, 3.0]))
+    assert not mixed.is_clear
+    assert mixed.p_value > 0.5
+
+
+def test_it_is_seeded_and_turns_its_sign_with_the_order():
+    first, second = units([1.0, 2.5, 3.0, 2.0]), units([1.2, 2.0, 3.3, 2.0])
+    found = paired_difference(first, second, seed=1)
+    assert found == paired_difference(first, second, seed=1)
+    assert found != paired_difference(first, second, seed=2)
+    turned = paired_difference(second, first, seed=1)
+    assert turned.value == -found.value
+    assert turned.low == pytest.approx(-found.high)
+
+
+def test_clusters_are_resampled_whole():
+    """Ten trials in each of three haystacks that agree within: n is three, however many trials there are."""
+    names = [f"{hay}/{trial}" for hay in "abc" for trial in range(10)]
+    first = {name: Unit({"a": 1.0, "b": 0.0, "c": 1.0}[name[0]]) for name in names}
+    second = {name: Unit({"a": 0.0, "b": 1.0, "c": 0.0}[name[0]]) for name in names}
+    loose = paired_difference(first, second)
+    tight = paired_difference(first, second, clusters={name: name[0] for name in names})
+    assert loose.value == tight.value == pytest.approx(1 / 3)
+    assert tight.low == -1.0
+    assert tight.high == 1.0
+    assert loose.high - loose.low < 0.75
+    one = paired_difference(first, second, clusters=dict.fromkeys(names, "all"))
+    assert (one.low, one.high, one.p_value) == (None, None, None)
+    assert not one.is_clear
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    """300 experiments of 40 paired units whose true difference is 0.3: about 95 % of the intervals hold it."""
+    generator = np.random.default_rng(0)
+    covered = 0
+    for experiment in range(300):
+        hard, noise = generator.normal(size=(2, 40))
+        found = paired_difference(units(hard + 0.3 + noise), units(hard), seed=experiment, num_resamples=1000)
+        covered += found.low <= 0.3 <= found.high
+    # 95 % less the bootstrap's known shortfall at n = 40, and three standard errors of 300 experiments
+    assert 0.89 <= covered / 300 <= 0.98
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({}, {}, "nothing came"),
+        ({"a": Unit(1.0)}, {"b": Unit(1.0)}, "'a' is in one only"),
+        ({"a": Unit(1.0, 2)}, {"a": Unit(1.0, 3)}, "different tokens"),
+        ({"a": Unit(math.nan)}, {"a": Unit(1.0)}, "not finite"),
+        ({"a": Unit(1.0, 0)}, {"a": Unit(1.0, 0)}, "without weight"),
+    ],
+)
+def test_units_that_do_not_pair(first, second, words):
+    with pytest.raises(EvalError, match=words):
+        paired_difference(first, second)
+
+
+def test_effective_length_by_mean_and_by_bound():
+    """10 of 10 supports 0.72, not 0.85; 100 of 100 does."""
+    few = {256: wilson(10, 10), 512: wilson(10, 10), 1024: wilson(4, 10)}
+    assert effective_lengths(few) == (512, None)
+    assert effective_lengths(few, threshold=0.2) == (1024, 512)
+    many = {256: wilson(100, 100), 512: wilson(88, 100), 1024: wilson(100, 100)}
+    assert effective_lengths(many) == (1024, 256)
+    assert effective_lengths({256: wilson(0, 5)}) == (None, None)

@@ -273,6 +273,7 @@ def test_compare_end_to_end(checkpoint, data, tmp_path):
     assert "yarn:truncate=false" in result.stdout
     assert sorted(p.name for p in out.iterdir()) == [
         "cells.jsonl",
+        "differences.jsonl",
         "frequencies.png",
         "passkey_unscaled.png",
         "passkey_yarn-truncate-false.png",
@@ -313,7 +314,7 @@ def test_failed_cells_exit_three(checkpoint, data, tmp_path, monkeypatch):
     def fail(*_args, **_more):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("recipes.compare.passkey.score_prompts", fail)
+    monkeypatch.setattr("recipes.work.passkey.score_prompts", fail)
     result = rope_ext(*compare_words(checkpoint, data), "--out", tmp_path / "run")
     assert result.exit_code == 3
     assert "out of memory" in result.stderr
@@ -402,3 +403,23 @@ def test_debug_shows_the_traceback():
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     rope_ext("methods")  # resets the switch for the tests that follow
+
+
+def test_protocols_and_budget_on_the_command_line(checkpoint, data, tmp_path):
+    words = [*compare_words(checkpoint, data), "--protocols", "sliding, gain", "--memory-budget", "1.5MiB"]
+    words += ["--stride", "300", "--last", "50"]
+    result = rope_ext(*words, "--baseline", "yarn:truncate=false", "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    recipe = (tmp_path / "run" / "recipe.yaml").read_text()
+    assert "memory_budget: 1572864" in recipe
+    assert "baseline: yarn:truncate=false" in recipe
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "windows of L tokens moved by 300" in report
+    assert "the last 50 tokens at L" in report
+
+
+@pytest.mark.parametrize("size", ["lots", "", "1.2.3GiB", "-1", "3 XB"])
+def test_sizes_that_are_none(size):
+    result = rope_ext("compare", "--memory-budget", size)
+    assert result.exit_code == 2
+    assert f"memory-budget: {size!r} is no size" in result.stderr

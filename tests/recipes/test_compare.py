@@ -10,12 +10,13 @@ from rich.console import Console
 from evals import rows
 from evals.errors import EvalError
 from evals.rows import read_cells, read_samples
-from recipes import compare
+from recipes import work
 from recipes.compare import run_compare
 from recipes.load import RecipeError, make_recipe
 from recipes.present import table, write_pictures, write_report
-from recipes.setting import default_lengths, prepare, resumed_recipe, total_cost
-from rope_ext import ContextError, MethodError, ModelError
+from recipes.setting import default_lengths, prepare, resumed_recipe
+from recipes.work import total_cost
+from rope_ext import ContextError, MethodError, ModelError, RopeExtError
 from tests.conftest import random_llama
 
 
@@ -109,6 +110,93 @@ def test_spellings_that_give_one_file_name_get_two(recipe, tmp_path):
     assert names == ["passkey_dynamic-ntk-alpha-1e-16.png", "passkey_dynamic-ntk-alpha-1e-16~2.png"]
 
 
+PROTOCOLS = ["prefix", "last-k", "by-position", "sliding", "yarn-legacy", "gain"]
+EVERY = {"documents": 3, "protocols": PROTOCOLS, "stride": 200, "last": 100}
+
+
+def test_every_protocol_in_one_run(recipe, tmp_path):
+    recipe |= {"perplexity": EVERY, "passkey": {"trials": 0}}
+    steps = []
+    setting = prepare(make_recipe(recipe), tmp_path / "run")
+    result = run_compare(setting, advance=lambda cost, _what: steps.append(cost))
+    assert sum(steps) == pytest.approx(total_cost(setting))
+    assert not result.failed
+    curves = ("prefix", "last-100", "sliding-200", "yarn-legacy-200")
+    columns = {(c.task, c.protocol, c.length, c.metric) for c in result.cells}
+    assert columns == {
+        *(("perplexity", p, n, "perplexity") for p in curves for n in (512, 1024)),
+        *(("nll-by-position", "by-position", n, "nll") for n in (512, 1024)),
+        ("long-context-gain", "gain-100", 1024, "nll-difference"),
+    }
+    at = {(c.method, c.protocol, c.length): c for c in result.cells}
+    for name in ("unscaled", "yarn", "linear"):
+        # the two buckets are the two halves of the prefix
+        halves = [at[name, "by-position", n].value for n in (512, 1024)]
+        assert math.log(at[name, "prefix", 512].value) == pytest.approx(halves[0], abs=1e-9)
+        whole = (halves[0] * 511 + halves[1] * 512) / 1023
+        assert math.log(at[name, "prefix", 1024].value) == pytest.approx(whole, abs=1e-9)
+        # at the document's whole length one window is all there is
+        same = {at[name, p, 1024].value for p in ("prefix", "sliding-200", "yarn-legacy-200")}
+        assert max(same) - min(same) < 1e-4
+        assert abs(at[name, "sliding-200", 512].value - at[name, "yarn-legacy-200", 512].value) > 1e-6
+    legacy = [s for s in read_samples(tmp_path / "run" / "samples.jsonl") if s.protocol == "yarn-legacy-200"]
+    # 1,023 ids besides BOS, 511 a window: starts at 0, 200, 400, and what is left from 600 on
+    assert {s.detail["windows"] for s in legacy if s.length == 512} == {4}
+    assert {s.weight for s in legacy if s.length == 512} == {4}
+    report = write_report(result, write_pictures(result)).read_text()
+    for words in (
+        "## Perplexity (the first L tokens)",
+        "## Perplexity (windows of L tokens moved by 200, each token once)",
+        "## Nats per token by position",
+        "the last 100 tokens at L, against the same with the original window",
+        "| paired with unscaled: percent more perplexity | 512 (native) | 1024 |",
+    ):
+        assert words in report, words
+    assert run(recipe, tmp_path / "run", resume=True).cells == result.cells
+
+
+def test_differences_are_paired_and_recomputable(recipe, tmp_path):
+    result = run(recipe | {"baseline": "linear"}, tmp_path / "run")
+    samples = read_samples(tmp_path / "run" / "samples.jsonl")
+    # two methods against the third, each at 2 lengths of perplexity and of passkey
+    assert len(result.contrasts) == 2 * 2 * 2
+    assert {c.against for c in result.contrasts} == {"linear"}
+    assert {(c.length, c.native) for c in result.contrasts} == {(512, True), (1024, False)}
+    for contrast in result.contrasts:
+        ours, theirs = (
+            {s.unit: s for s in samples if (s.fingerprint, s.task, s.length) == (fp, contrast.task, contrast.length)}
+            for fp in (contrast.fingerprint, contrast.against_fingerprint)
+        )
+        assert ours.keys() == theirs.keys()
+        assert {u: s.data_hash for u, s in ours.items()} == {u: s.data_hash for u, s in theirs.items()}
+        weight = {u: 1 if contrast.task == "passkey" else s.weight for u, s in ours.items()}
+        mean = sum((ours[u].value - theirs[u].value) * weight[u] for u in ours) / sum(weight.values())
+        assert contrast.value == pytest.approx(mean, abs=1e-12)
+        assert contrast.n == len(ours)
+        assert contrast.ci_low <= contrast.value <= contrast.ci_high
+    lines = (tmp_path / "run" / "differences.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [dataclasses.asdict(c) for c in result.contrasts]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"baseline": "ntk"}, "baseline 'ntk' is not among the methods"),
+        ({"baseline": "yran"}, "did you mean 'yarn'"),
+        ({"perplexity": {"protocols": ["sliding"], "stride": 512}}, "perplexity.stride: 512 would skip tokens"),
+        ({"perplexity": {"protocols": ["last-k"], "last": 512}}, "perplexity.last: 512 of 512 tokens cannot be scored"),
+        ({"perplexity": {"protocols": ["gain"], "last": 512}}, "512 tokens fill the original window of 512"),
+        ({"perplexity": {"protocols": ["prefx"]}}, "perplexity.protocols.0: 'prefx' is refused"),
+        ({"perplexity": {"protocols": ["prefix", "prefix"]}}, "names prefix twice"),
+        ({"memory_budget": 0}, "memory_budget: 0 is refused"),
+    ],
+)
+def test_protocols_that_cannot_be(recipe, tmp_path, change, words):
+    with pytest.raises(RopeExtError, match=words):
+        run(recipe | change, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_killed_run_goes_on_to_the_same_table(recipe, tmp_path, monkeypatch):
     whole = run(recipe, tmp_path / "whole")
 
@@ -125,10 +213,10 @@ def test_a_killed_run_goes_on_to_the_same_table(recipe, tmp_path, monkeypatch):
         real(path, new)
 
     real = rows.append
-    monkeypatch.setattr(compare.rows, "append", append_and_die)
+    monkeypatch.setattr(rows, "append", append_and_die)
     with pytest.raises(Killed):
         run(recipe, tmp_path / "torn")
-    monkeypatch.setattr(compare.rows, "append", real)
+    monkeypatch.setattr(rows, "append", real)
     path = tmp_path / "torn" / "samples.jsonl"
     path.write_bytes(path.read_bytes()[:-17])  # and the last line torn
     kept = len(read_samples(path))
@@ -143,8 +231,8 @@ def test_a_killed_run_goes_on_to_the_same_table(recipe, tmp_path, monkeypatch):
 
 def test_resuming_a_finished_run_measures_nothing(recipe, tmp_path, monkeypatch):
     first = run(recipe, tmp_path / "run")
-    monkeypatch.setattr(compare, "prefix_nll", lambda *_args, **_kwargs: pytest.fail("measured again"))
-    monkeypatch.setattr(compare.passkey, "score_prompts", lambda *_args, **_more: pytest.fail("measured again"))
+    monkeypatch.setattr(work, "nll_by_length", lambda *_args, **_kwargs: pytest.fail("measured again"))
+    monkeypatch.setattr(work.passkey, "score_prompts", lambda *_args, **_more: pytest.fail("measured again"))
     again = run(dataclasses.asdict(resumed_recipe(tmp_path / "run")), tmp_path / "run", resume=True)
     assert strip(again.cells) == strip(first.cells)
 
@@ -175,20 +263,20 @@ def test_a_batch_torn_in_the_middle_is_completed_without_repetitions(recipe, tmp
 def test_a_damaged_record_is_named_before_anything_is_measured(recipe, tmp_path, text, monkeypatch):
     run(recipe, tmp_path / "run")
     (tmp_path / "run" / "run.json").write_text(text, encoding="utf-8", errors="surrogateescape")
-    monkeypatch.setattr(compare, "prefix_nll", lambda *_args, **_kwargs: pytest.fail("measured"))
+    monkeypatch.setattr(work, "nll_by_length", lambda *_args, **_kwargs: pytest.fail("measured"))
     with pytest.raises(EvalError, match="is not a run's record"):
         run(recipe, tmp_path / "run", resume=True)
 
 
 def test_a_failing_cell_is_recorded_and_the_rest_goes_on(recipe, tmp_path, monkeypatch):
-    real = compare.passkey.score_prompts
+    real = work.passkey.score_prompts
 
     def out_of_memory(model, prompts, **more):
         if prompts[0].length == 1024:
             raise RuntimeError("CUDA out of memory. Tried to allocate 7 GiB\nmore lines")
         return real(model, prompts, **more)
 
-    monkeypatch.setattr(compare.passkey, "score_prompts", out_of_memory)
+    monkeypatch.setattr(work.passkey, "score_prompts", out_of_memory)
     result = run(recipe, tmp_path / "run")
     assert result.failed
     failed = [c for c in result.cells if c.status == "failed"]
@@ -198,7 +286,7 @@ def test_a_failing_cell_is_recorded_and_the_rest_goes_on(recipe, tmp_path, monke
     assert "failed" in write_report(result, []).read_text()
     # random weights miss every passkey at 512, so the failed cell decides nothing
     assert set(result.effective_lengths().values()) == {None}
-    monkeypatch.setattr(compare.passkey, "score_prompts", real)
+    monkeypatch.setattr(work.passkey, "score_prompts", real)
     assert not run(recipe, tmp_path / "run", resume=True).failed, "a failed cell is tried again"
 
 
@@ -208,7 +296,7 @@ def test_a_failed_cell_is_not_a_miss(recipe, tmp_path, monkeypatch):
     def out_of_memory(*_args, **_more):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(compare.passkey, "score_prompts", out_of_memory)
+    monkeypatch.setattr(work.passkey, "score_prompts", out_of_memory)
     result = run(recipe, tmp_path / "run")
     assert result.effective_lengths() == {}
     assert next(iter(table(result).columns[-1].cells)).plain == "failed"
@@ -295,3 +383,13 @@ def test_no_run_is_overwritten(recipe, tmp_path):
         prepare(make_recipe(recipe), tmp_path / "file" / "run")
     with pytest.raises(RecipeError, match="no run to go on with"):
         resumed_recipe(tmp_path)
+
+
+def test_a_window_that_the_configuration_misstates(recipe, tmp_path):
+    """The checkpoint says 512; a recipe that knows better says 256, and factor, native mark and gain follow."""
+    recipe |= {"original_context": 256, "lengths": [256, 512], "passkey": {"trials": 0}}
+    result = run(recipe | {"perplexity": {"documents": 2, "protocols": ["gain"], "last": 100}}, tmp_path / "run")
+    assert result.original_context == 256
+    assert {c.factor for c in result.cells} == {4.0}
+    assert {c.length for c in result.cells} == {512}
+    assert {c.native for c in result.contrasts} == {False}

@@ -1,0 +1,169 @@
+"""How much the evaluations' shortcuts save, measured side by side in one run, with the same numbers out.
+
+python scripts/bench_evals.py [--json] [--quick]
+
+prefix_64_lengths   perplexity of the first L tokens at 64 lengths up to 4,096: one forward against one a length
+prefix_vs_sliding   the same against windows of 1,024 tokens moved by 256, another protocol: time alone is compared
+forward_overhead    a forward of the patched model against the bare one (below 1: slower)
+peak_memory         bytes beyond weights, vocabulary of 128,256 and 4,096 tokens: bounded against dense logits
+
+Ratios are medians of interleaved repetitions; they compare on any machine, times do not.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from evals.corpora import TokenDocument
+from evals.nll import token_nll
+from evals.perplexity import prefix_nll, sliding_nll
+from recipes.environment import commit, machine
+from rope_ext import extend, load_model
+from rope_ext.methods.yarn import Yarn
+
+LONGEST, NUM_LENGTHS = 4096, 64
+VOCABULARY, MEMORY_TOKENS, BUDGET = 128_256, 4096, 256 * 2**20
+
+
+def static(_length: int) -> str:
+    return "static"
+
+
+def timed(ours: Callable[[], object], baseline: Callable[[], object], repetitions: int) -> tuple[float, float]:
+    """Return the median seconds of both, run in turn; the first round warms up and does not count."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repetitions + 1):
+        for run, kept in zip((ours, baseline), seconds, strict=True):
+            started = time.perf_counter()
+            run()
+            kept.append(time.perf_counter() - started)
+    return statistics.median(seconds[0][1:]), statistics.median(seconds[1][1:])
+
+
+def row(name: str, ours: float, baseline: float, unit: str, difference: float | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ratio": baseline / ours,
+        "ours": ours,
+        "baseline": baseline,
+        "unit": unit,
+        "max_abs_difference": difference,
+    }
+
+
+def bench_lengths(repetitions: int) -> list[dict[str, Any]]:
+    model, _ = load_model("tiny", device="cpu")
+    ids = torch.randint(5, 1000, (LONGEST,), generator=torch.Generator().manual_seed(0))
+    document = TokenDocument(name="random", ids=tuple(ids.tolist()))
+    lengths = [LONGEST * i // NUM_LENGTHS for i in range(1, NUM_LENGTHS + 1)]
+
+    @torch.inference_mode()
+    def by_length() -> dict[int, float]:
+        found: dict[int, float] = {}
+        for length in lengths:
+            logits = model(input_ids=ids[None, :length], use_cache=False).logits[0, :-1].float()
+            found[length] = float(F.cross_entropy(logits, ids[1:length]))
+        return found
+
+    def together() -> dict[int, float]:
+        return prefix_nll(model, document, lengths, frequency_key=static)
+
+    def sliding() -> object:
+        return sliding_nll(model, document, 1024, stride=256, bos=None, frequency_key=static)
+
+    with extend(model, Yarn(), context=LONGEST):
+        apart, joint = by_length(), together()
+        difference = max(abs(apart[n] - joint[n]) for n in lengths)
+        rows = [row("prefix_64_lengths", *timed(together, by_length, repetitions), "s", difference)]
+        rows.append(row("prefix_vs_sliding", *timed(together, sliding, repetitions), "s", None))
+    return rows
+
+
+def bench_overhead(repetitions: int) -> dict[str, Any]:
+    bare, _ = load_model("tiny", device="cpu")
+    patched, _ = load_model("tiny", device="cpu")
+    ids = torch.randint(5, 1000, (1, 2048), generator=torch.Generator().manual_seed(0))
+
+    @torch.inference_mode()
+    def forward(model: Any) -> torch.Tensor:
+        return model(input_ids=ids, use_cache=False).logits
+
+    with extend(patched, Yarn(), factor=1):
+        difference = float((forward(bare) - forward(patched)).abs().max())
+        seconds = timed(lambda: forward(patched), lambda: forward(bare), 4 * repetitions)
+    return row("forward_overhead", *seconds, "s", difference)
+
+
+def peak_memory_of(how: str) -> dict[str, float]:
+    """Run in a process of its own: peak resident bytes beyond those before the forward, and the mean NLL."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MEMORY_TOKENS,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, VOCABULARY, (MEMORY_TOKENS,), generator=torch.Generator().manual_seed(0))
+    token_nll(model, ids[:64].tolist())  # libraries load their own buffers on first use
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with torch.inference_mode():
+        if how == "bounded":
+            nll = float(token_nll(model, ids.tolist(), memory_budget=BUDGET).mean())
+        else:
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            nll = float(F.cross_entropy(logits.float(), ids[1:], reduction="none").double().mean())
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"bytes": 1024.0 * (after - before), "nll": nll}
+
+
+def bench_memory() -> dict[str, Any]:
+    found: dict[str, dict[str, float]] = {}
+    for how in ("bounded", "dense"):
+        command = [sys.executable, __file__, "--peak", how]
+        root = Path(__file__).parent.parent
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root)  # noqa: S603  (ourselves)
+        found[how] = json.loads(done.stdout.splitlines()[-1])
+    difference = abs(found["bounded"]["nll"] - found["dense"]["nll"])
+    return row("peak_memory", found["bounded"]["bytes"], found["dense"]["bytes"], "bytes", difference)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="one repetition")
+    parser.add_argument("--peak", choices=["bounded", "dense"], help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.peak:
+        print(json.dumps(peak_memory_of(words.peak)))
+        return
+    repetitions = 1 if words.quick else 3
+    rows = [*bench_lengths(repetitions), bench_overhead(repetitions), bench_memory()]
+    document = {"machine": machine(torch.device("cpu")), "commit": commit(), "results": rows}
+    if words.json:
+        print(json.dumps(document, indent=2))
+        return
+    print(f"{document['machine']}, commit {document['commit']}")
+    for each in rows:
+        apart = "" if each["max_abs_difference"] is None else f", numbers apart by {each['max_abs_difference']:.1e}"
+        sizes = f"{each['ours']:.4g} against {each['baseline']:.4g} {each['unit']}"
+        print(f"{each['name']:20} {each['ratio']:8.2f}x  ({sizes}{apart})")
+
+
+if __name__ == "__main__":
+    main()
