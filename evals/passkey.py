@@ -8,14 +8,16 @@ length asked for is the length measured, the key always has five digits, and the
      <------------------------- length tokens in all ------------------------------->
 """
 
+import copy
 import hashlib
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from evals.corpora import bos_id, encode
 from evals.errors import EvalError
@@ -26,6 +28,8 @@ NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 ANSWER = " {key}"
 KEY_DIGITS = 5
+MIN_SHARED = 32
+"""Tokens that prompts must have in common for their computation to be shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,17 +149,24 @@ def answer_lengths(prompt: PasskeyPrompt) -> range:
 
 @torch.inference_mode()
 def score_prompts(
-    model: PreTrainedModel, prompts: Sequence[PasskeyPrompt], *, frequency_key: Callable[[int], Hashable]
+    model: PreTrainedModel,
+    prompts: Sequence[PasskeyPrompt],
+    *,
+    frequency_key: Callable[[int], Hashable],
+    share: bool = True,
+    max_rows: int | None = None,
 ) -> list[PasskeyScore]:
     """Return one score per prompt, from forwards over all of them: greedy match iff every answer id is the argmax.
 
     Prompts must agree in length, so no padding exists, and in answer length. The last prompt token and the answer
-    less its last id predict the answer; only those positions reach the output head. One forward serves them all if
-    the frequencies of their lengths are the same; otherwise each length that greedy decoding would pass through with
-    frequencies of its own is run by itself.
+    less its last id predict the answer; only those positions reach the output head. What all prompts begin with (of one
+    depth: all filler before the needle) is computed once. Lengths that greedy decoding would pass through with
+    frequencies of their own are run one by one.
 
     Args:
         frequency_key: what the frequencies depend on at a length in tokens; a constant for an ordinary model.
+        share: compute a common beginning once; without it every prompt is run whole.
+        max_rows: prompts in one forward; all of them by default.
 
     Raises:
         EvalError: prompts of unequal lengths, or logits that are not finite.
@@ -164,12 +175,14 @@ def score_prompts(
         raise EvalError("passkey: one call scores prompts of one length and one answer length; group them first")
     num_answer = prompts[0].num_answer
     ids = torch.tensor([prompt.ids for prompt in prompts], device=model.device)
+    rows = max_rows or len(prompts)
     parts: list[torch.Tensor] = []
-    for _, group in groupby(answer_lengths(prompts[0]), key=frequency_key):
+    for key, group in groupby(answer_lengths(prompts[0]), key=frequency_key):
         lengths = list(group)
-        out = model(input_ids=ids[:, : lengths[-1]], logits_to_keep=len(lengths), use_cache=False)
-        # A copy: slicing alone would keep the logits of every position alive on models that ignore logits_to_keep.
-        parts.append(out.logits[:, -len(lengths) :].float())
+        common = shared_tokens(ids[:, : lengths[0]]) if share else 0
+        if common and frequency_key(common) != key:
+            common = 0
+        parts.append(_last_logits(model, ids[:, : lengths[-1]], len(lengths), common, rows))
     logits = torch.cat(parts, dim=1)
     if not torch.isfinite(logits).all():
         raise EvalError("passkey: the model returned logits that are not finite")
@@ -180,3 +193,33 @@ def score_prompts(
         PasskeyScore(correct=guess == list(prompt.ids[-num_answer:]), answer_nll=loss, predicted=tuple(guess))
         for prompt, guess, loss in zip(prompts, predicted.tolist(), nll.tolist(), strict=True)
     ]
+
+
+def shared_tokens(ids: torch.Tensor) -> int:
+    """Return how many first tokens all rows share, at most all but one; 0 if they are too few to be worth it."""
+    if len(ids) < 2:
+        return 0
+    same = (ids == ids[:1]).all(dim=0)
+    count = int(same.long().cumprod(dim=0).sum())
+    count = min(count, ids.shape[1] - 1)
+    return count if count >= MIN_SHARED else 0
+
+
+def _last_logits(model: PreTrainedModel, ids: torch.Tensor, keep: int, common: int, max_rows: int) -> torch.Tensor:
+    """Return the logits of the last `keep` positions of every row, fp32, the first `common` tokens computed once."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = None
+    if common:
+        cache = DynamicCache(config=model.config)
+        model.base_model(input_ids=ids[:1, :common], use_cache=True, **{name: cache})
+    parts: list[torch.Tensor] = []
+    for rows in ids.split(max_rows):
+        if cache is None:
+            out = model(input_ids=rows, logits_to_keep=keep, use_cache=False)
+        else:
+            own = copy.deepcopy(cache)
+            own.batch_repeat_interleave(len(rows))
+            out = model(input_ids=rows[:, common:], logits_to_keep=keep, use_cache=True, **{name: own})
+        # A copy: slicing alone would keep the logits of every position alive on models that ignore logits_to_keep.
+        parts.append(out.logits[:, -keep:].float())
+    return torch.cat(parts)

@@ -31,12 +31,16 @@ class PerplexityTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PasskeyTask:
-    """Retrieval of a five-digit key; `trials` at each depth and length, 0 measures none."""
+    """Retrieval of a five-digit key; `trials` at each depth and length, 0 measures none.
+
+    `share` computes what the prompts of one depth begin with once, and gives the same scores.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     depths: tuple[Fraction, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     trials: Annotated[int, Field(ge=0)] = 5
+    share: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,12 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 
 from evals import corpora, passkey, rows
 from evals.corpora import TokenDocument
-from evals.passkey import PasskeyPrompt, answer_lengths
+from evals.passkey import PasskeyPrompt, answer_lengths, shared_tokens
 from evals.perplexity import (
     Scored,
     by_position,
@@ -205,13 +206,18 @@ def _score_gain(setting: Setting, document: TokenDocument, length: int, key: Fre
 
 
 def passkey_work(setting: Setting, key: FrequencyKey, digest: str, shared: dict[str, object]) -> Iterator[Work]:
-    """Yield the passkey prompts under one method in batches of one length, from the shortest; see `document_work`."""
+    """Yield the passkey prompts under one method, one depth of one length at a time, from the shortest.
+
+    See `document_work` for the arguments.
+    """
     model, tokenizer = setting.model, setting.tokenizer
+    share = setting.recipe.passkey.share
     for length, prompts in sorted(setting.prompts.items()):
-        for batch in _batches(prompts, max(1, TOKENS_PER_FORWARD // length)):
+        for batch in _batches(prompts):
 
             def score_batch(batch: list[PasskeyPrompt] = batch) -> list[rows.Sample]:
-                scores = passkey.score_prompts(model, batch, frequency_key=key)
+                most = max(1, TOKENS_PER_FORWARD // batch[0].length)
+                scores = passkey.score_prompts(model, batch, frequency_key=key, share=share, max_rows=most)
                 return [
                     rows.Sample(
                         **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
@@ -237,19 +243,17 @@ def passkey_work(setting: Setting, key: FrequencyKey, digest: str, shared: dict[
             yield Work(
                 measures=(Measure("passkey", PASSKEY, length),),
                 keys=tuple((digest, "passkey", PASSKEY, length, _unit(p), corpora.hash_ids([p.ids])) for p in batch),
-                cost=sum(prompt_cost(model, prompt, key) for prompt in batch),
+                cost=prompts_cost(setting, batch, key),
                 score=score_batch,
             )
 
 
-def _batches(prompts: Sequence[PasskeyPrompt], size: int) -> Iterator[list[PasskeyPrompt]]:
-    """Yield runs of prompts whose answers have equally many tokens, at most `size` together."""
-    by_answer: dict[int, list[PasskeyPrompt]] = {}
+def _batches(prompts: Sequence[PasskeyPrompt]) -> Iterator[list[PasskeyPrompt]]:
+    """Yield the prompts of one depth whose answers have equally many tokens: those that have most in common."""
+    groups: dict[tuple[float, int], list[PasskeyPrompt]] = {}
     for prompt in prompts:
-        by_answer.setdefault(prompt.num_answer, []).append(prompt)
-    for group in by_answer.values():
-        for start in range(0, len(group), size):
-            yield group[start : start + size]
+        groups.setdefault((prompt.depth, prompt.num_answer), []).append(prompt)
+    yield from groups.values()
 
 
 def _unit(prompt: PasskeyPrompt) -> str:
@@ -262,7 +266,7 @@ def total_cost(setting: Setting) -> float:
     for method in setting.methods:
         key = partial(_key, method, setting)
         total += sum(work.cost for work in document_work(setting, key, "", {}))
-        total += sum(prompt_cost(setting.model, p, key) for prompts in setting.prompts.values() for p in prompts)
+        total += sum(prompts_cost(setting, batch, key) for p in setting.prompts.values() for batch in _batches(p))
     return total
 
 
@@ -282,7 +286,15 @@ def sliding_cost(setting: Setting, document: TokenDocument, length: int) -> floa
     return sum(forward_cost(setting.model, len(window.ids)) for window in moved)
 
 
-def prompt_cost(model: PreTrainedModel, prompt: PasskeyPrompt, frequency_key: FrequencyKey) -> float:
-    """Return the operations of one passkey prompt: a forward for each length with frequencies of its own."""
-    groups = groupby(answer_lengths(prompt), key=frequency_key)
-    return sum(forward_cost(model, max(lengths)) for _, lengths in groups)
+def prompts_cost(setting: Setting, prompts: Sequence[PasskeyPrompt], frequency_key: FrequencyKey) -> float:
+    """Return the operations of passkey prompts that are scored together, what they share counted once."""
+    model, total = setting.model, 0.0
+    for key, group in groupby(answer_lengths(prompts[0]), key=frequency_key):
+        lengths = list(group)
+        common = 0
+        if setting.recipe.passkey.share:
+            common = shared_tokens(torch.tensor([prompt.ids[: lengths[0]] for prompt in prompts]))
+            common = common if frequency_key(common) == key else 0
+        each, once = forward_cost(model, lengths[-1]), forward_cost(model, common)
+        total += once + len(prompts) * (each - once)
+    return total

@@ -320,6 +320,9 @@ def compare(
         str | None,
         typer.Option("--protocols", help="comma list of prefix, last-k, by-position, sliding, yarn-legacy, gain"),
     ] = None,
+    no_sharing: Annotated[
+        bool, typer.Option("--no-sharing", help="run every passkey prompt whole, to check that sharing changes nothing")
+    ] = False,
     stride: Annotated[int | None, typer.Option("--stride", help="of sliding windows, in tokens")] = None,
     last: Annotated[int | None, typer.Option("--last", help="k of last-k and gain, in tokens")] = None,
     baseline: Annotated[
@@ -364,7 +367,7 @@ def compare(
         numbers = {"protocols": protocols and [p.strip() for p in protocols.split(",")], "stride": stride, "last": last}
         numbers = {key: value for key, value in numbers.items() if value is not None}
         if resume:
-            if out is None or asked or numbers or recipe is not None:
+            if out is None or asked or numbers or no_sharing or recipe is not None:
                 raise RecipeError("resume: give --out DIR and nothing else; the run's own recipe.yaml says the rest")
             from recipes.setting import resumed_recipe
 
@@ -379,6 +382,9 @@ def compare(
             if key in asked:
                 section = values.get(key)
                 asked[key] = {**(section if isinstance(section, dict) else {}), field: asked[key]}
+        if no_sharing:
+            section = asked.get("passkey", values.get("passkey"))
+            asked["passkey"] = {**(section if isinstance(section, dict) else {}), "share": False}
         if numbers:
             section = asked.get("perplexity", values.get("perplexity"))
             asked["perplexity"] = {**(section if isinstance(section, dict) else {}), **numbers}

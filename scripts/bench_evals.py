@@ -4,6 +4,8 @@ python scripts/bench_evals.py [--json] [--quick]
 
 prefix_64_lengths   perplexity of the first L tokens at 64 lengths up to 4,096: one forward against one a length
 prefix_vs_sliding   the same against windows of 1,024 tokens moved by 256, another protocol: time alone is compared
+passkey_relative    a grid of 5 depths x 16 trials at 1,024 tokens: shared beginnings against every prompt whole
+passkey_generate    the same against one greedy generate() a prompt, as common scripts do it
 forward_overhead    a forward of the patched model against the bare one (below 1: slower)
 peak_memory         bytes beyond weights, vocabulary of 128,256 and 4,096 tokens: bounded against dense logits
 
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from evals.corpora import TokenDocument
 from evals.nll import token_nll
+from evals.passkey import build_trials, score_prompts
 from evals.perplexity import prefix_nll, sliding_nll
 from recipes.environment import commit, machine
 from rope_ext import extend, load_model
@@ -88,6 +92,43 @@ def bench_lengths(repetitions: int) -> list[dict[str, Any]]:
         rows = [row("prefix_64_lengths", *timed(together, by_length, repetitions), "s", difference)]
         rows.append(row("prefix_vs_sliding", *timed(together, sliding, repetitions), "s", None))
     return rows
+
+
+def bench_passkeys(repetitions: int) -> list[dict[str, Any]]:
+    model, tokenizer = load_model("tiny", device="cpu")
+    depths = (0.0, 0.25, 0.5, 0.75, 1.0)
+    prompts = build_trials(tokenizer, length=1024, depths=depths, num_trials=16, seed=0)
+    by_depth = [[p for p in prompts if p.depth == depth] for depth in depths]
+
+    def scored(*, share: bool) -> list[tuple[bool, float]]:
+        found = [score_prompts(model, group, frequency_key=static, share=share, max_rows=16) for group in by_depth]
+        return [(score.correct, score.answer_nll) for group in found for score in group]
+
+    @torch.inference_mode()
+    def generated() -> list[bool]:
+        found: list[bool] = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt.ids[: -prompt.num_answer]])
+            written: torch.Tensor = model.generate(  # pyright: ignore[reportCallIssue]  (from a mixin)
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=prompt.num_answer,
+                do_sample=False,
+                pad_token_id=1,
+                eos_token_id=None,
+            )
+            found.append(tuple(written[0, ids.shape[1] :].tolist()) == prompt.ids[-prompt.num_answer :])
+        return found
+
+    with extend(model, Yarn(), context=2048):
+        shared, whole = scored(share=True), scored(share=False)
+        assert [correct for correct, _ in shared] == [correct for correct, _ in whole] == generated()
+        apart = max(abs(one[1] - other[1]) for one, other in zip(shared, whole, strict=True))
+        ours = partial(scored, share=True)
+        return [
+            row("passkey_relative", *timed(ours, partial(scored, share=False), repetitions), "s", apart),
+            row("passkey_generate", *timed(ours, generated, repetitions), "s", 0.0),
+        ]
 
 
 def bench_overhead(repetitions: int) -> dict[str, Any]:
@@ -153,7 +194,7 @@ def main() -> None:
         print(json.dumps(peak_memory_of(words.peak)))
         return
     repetitions = 1 if words.quick else 3
-    rows = [*bench_lengths(repetitions), bench_overhead(repetitions), bench_memory()]
+    rows = [*bench_lengths(repetitions), *bench_passkeys(repetitions), bench_overhead(repetitions), bench_memory()]
     document = {"machine": machine(torch.device("cpu")), "commit": commit(), "results": rows}
     if words.json:
         print(json.dumps(document, indent=2))

@@ -7,8 +7,9 @@ from evals import passkey
 from evals.corpora import bos_id
 from evals.errors import EvalError
 from rope_ext import extend, load_model
+from rope_ext.plan import label
 from rope_ext.registry import parse_method
-from tests.conftest import random_llama
+from tests.conftest import LENGTH_DEPENDENT, STATIC, random_llama
 from tests.evals.conftest import byte_tokenizer
 
 TOKENIZERS = {
@@ -135,3 +136,46 @@ def test_unequal_prompts_and_broken_models_are_refused(tokenizer):
         model.lm_head.weight[:] = torch.nan
     with pytest.raises(EvalError, match="not finite"):
         passkey.score_prompts(model, unequal[:1], frequency_key=same)
+
+
+@pytest.mark.parametrize("spelled", [*STATIC, *LENGTH_DEPENDENT], ids=lambda s: label(parse_method(s)))
+def test_sharing_changes_no_score(tokenizer, spelled):
+    """On either side of the window, whatever the frequencies depend on."""
+    model = random_llama(vocab_size=258, max_position_embeddings=350)
+    with extend(model, parse_method(spelled), factor=4) as patch:
+        for length in (300, 348, 360, 700):
+            for depth in (0.0, 0.6, 1.0):
+                prompts = passkey.build_trials(tokenizer, length=length, depths=(depth,), num_trials=4, seed=0)
+                both = [
+                    passkey.score_prompts(model, prompts, frequency_key=patch.frequency_key, share=share, max_rows=3)
+                    for share in (True, False)
+                ]
+                shared, alone = ([s.answer_nll for s in scores] for scores in both)
+                # fp32 sums in another order
+                assert shared == pytest.approx(alone, abs=1e-3)
+                assert [s.predicted for s in both[0]] == [s.predicted for s in both[1]]
+
+
+def test_what_is_shared(tokenizer):
+    prompts = passkey.build_trials(tokenizer, length=600, depths=(0.5,), num_trials=3, seed=0)
+    ids = torch.tensor([p.ids for p in prompts])
+    common = passkey.shared_tokens(ids)
+    assert common >= prompts[0].needle_start
+    assert bool((ids[:, :common] == ids[:1, :common]).all())
+    assert not bool((ids[:, common] == ids[0, common]).all())
+    assert passkey.shared_tokens(ids[:1]) == 0
+    assert passkey.shared_tokens(ids[:, : passkey.MIN_SHARED]) == 0
+    assert passkey.shared_tokens(ids[:, : passkey.MIN_SHARED + 1]) == passkey.MIN_SHARED
+
+
+def test_the_beginning_is_computed_once(tokenizer):
+    model = random_llama(vocab_size=258)
+    prompts = passkey.build_trials(tokenizer, length=600, depths=(1.0,), num_trials=4, seed=0)
+    seen = []
+    model.base_model.register_forward_pre_hook(
+        lambda _m, _a, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    passkey.score_prompts(model, prompts, frequency_key=same, max_rows=3)
+    common = seen[0][1]
+    assert seen == [(1, common), (3, 599 - common), (1, 599 - common)]
+    assert common > 450
