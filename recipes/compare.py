@@ -47,17 +47,23 @@ class Comparison:
         protocol = protocol or next((c.protocol for c in mine), None)
         return {(c.fingerprint, c.length): c for c in mine if c.protocol == protocol}
 
-    def effective_lengths(self) -> dict[str, int | None]:
+    def effective_lengths(self, *, by_bound: bool = False) -> dict[str, int | None]:
         """Return each method's passkey effective length by fingerprint; None is a measured miss at every length.
 
         A method is absent if its passkeys were not measured, or if the deciding cell failed.
+
+        Args:
+            by_bound: decide on the lower ends of the intervals, which say what n supports, not on the values.
         """
         pooled = self.pooled("passkey")
         found: dict[str, int | None] = {}
         for fingerprint in self.labels:
             cells = [pooled[fingerprint, n] for n in self.recipe.lengths if (fingerprint, n) in pooled]
-            known = {cell.length: cell.value for cell in takewhile(lambda cell: cell.value is not None, cells)}
-            reached = stats.effective_length({n: value for n, value in known.items() if value is not None})
+            measured = takewhile(lambda cell: cell.value is not None, cells)
+            known = {cell.length: cell.ci_low if by_bound else cell.value for cell in measured}
+            reached = stats.effective_length(
+                {n: value for n, value in known.items() if value is not None}, threshold=self.recipe.passkey.threshold
+            )
             # Decided from the shortest length on: a failed cell after nothing but passes leaves the rest open.
             open_end = len(known) < len(cells) and reached == max(known, default=None)
             if cells and not open_end:

@@ -33,13 +33,16 @@ class PerplexityTask:
 class PasskeyTask:
     """Retrieval of a five-digit key; `trials` at each depth and length, 0 measures none.
 
-    `share` computes what the prompts of one depth begin with once, and gives the same scores.
+    `threshold` is the accuracy that the effective length asks for, at it and at every shorter length: 0.2 is Position
+    Interpolation's, 0.85 NoLiMa's, 0.856 RULER's. `share` computes what the prompts of one depth begin with once, and
+    gives the same scores.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     depths: tuple[Fraction, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     trials: Annotated[int, Field(ge=0)] = 5
+    threshold: Fraction = 0.85
     share: bool = True
 
 

@@ -90,6 +90,10 @@ def as_document(comparison: Comparison) -> dict[str, object]:
         "out": str(comparison.out),
         "original_context": comparison.original_context,
         "effective_length": {comparison.labels[fingerprint]: reached for fingerprint, reached in effective.items()},
+        "effective_length_by_bound": {
+            comparison.labels[fingerprint]: reached
+            for fingerprint, reached in comparison.effective_lengths(by_bound=True).items()
+        },
         "cells": [dataclasses.asdict(cell) for cell in comparison.cells],
         "differences": [dataclasses.asdict(contrast) for contrast in comparison.contrasts],
     }

@@ -155,6 +155,25 @@ def test_every_protocol_in_one_run(recipe, tmp_path):
     assert run(recipe, tmp_path / "run", resume=True).cells == result.cells
 
 
+def test_effective_length_on_values_and_on_bounds(recipe, tmp_path):
+    """Two trials a depth, four in all: all found is 1.00, and supports no more than 0.51."""
+    result = run(recipe | {"methods": ["unscaled"]}, tmp_path / "run")
+    found = {512: (1.0, 0.51), 1024: (0.75, 0.3)}
+    cells = tuple(
+        dataclasses.replace(c, value=found[c.length][0], ci_low=found[c.length][1]) if c.task == "passkey" else c
+        for c in result.cells
+    )
+    for threshold, by_value, by_bound in ((0.85, 512, None), (0.5, 1024, 512), (0.2, 1024, 1024)):
+        task = dataclasses.replace(result.recipe.passkey, threshold=threshold)
+        told = dataclasses.replace(result, cells=cells, recipe=dataclasses.replace(result.recipe, passkey=task))
+        assert list(told.effective_lengths().values()) == [by_value]
+        assert list(told.effective_lengths(by_bound=True).values()) == [by_bound]
+        shown = "<512" if by_bound is None else by_bound
+        report = write_report(told, []).read_text()
+        assert f"- unscaled: {by_value}; {shown} if the lower end of every interval has to reach it" in report
+        assert f"(passkey {threshold:g} or better there" in report
+
+
 def test_differences_are_paired_and_recomputable(recipe, tmp_path):
     result = run(recipe | {"baseline": "linear"}, tmp_path / "run")
     samples = read_samples(tmp_path / "run" / "samples.jsonl")
