@@ -111,7 +111,8 @@ def is_foreign(table: ExtendedRotaryEmbedding, cache: Any, positions: Int[Tensor
 def remember_keys(module: nn.Module, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Write into the cache that a forward filled under which frequencies: a forward hook, after the one above."""
     table = _table_in(module)
-    cache = next((getattr(output, name) for name in CACHES if getattr(output, name, None) is not None), None)
+    # Asked as a dictionary, which holds what is there: as an attribute the older name would be warned about
+    cache = next((output[name] for name in CACHES if isinstance(output, dict) and name in output), None)
     positions = kwargs.get("position_ids")
     if table is None or cache is None:
         return
