@@ -43,6 +43,16 @@ def prepare(recipe: CompareRecipe, out: Path | None, *, resume: bool = False) ->
     Raises:
         RopeExtError, EvalError: any bad input; nothing was written then.
     """
+    setting = load_setting(recipe)
+    return replace(setting, out=_open_run(setting.recipe, out, resume=resume))
+
+
+def load_setting(recipe: CompareRecipe) -> Setting:
+    """Load and check everything, and write nothing; the folder of the result is none yet.
+
+    Raises:
+        RopeExtError, EvalError: any bad input.
+    """
     methods = tuple(parse_method(text) for text in recipe.methods)
     if not recipe.perplexity.documents and not (recipe.passkey.trials and recipe.passkey.depths):
         raise RecipeError("recipe: nothing to measure; ask for perplexity.documents or passkey.trials above 0")
@@ -87,7 +97,7 @@ def prepare(recipe: CompareRecipe, out: Path | None, *, resume: bool = False) ->
     _check_vocabulary(model, corpus, prompts)
     return Setting(
         recipe=recipe,
-        out=_open_run(recipe, out, resume=resume),
+        out=Path(),
         model=model,
         tokenizer=tokenizer,
         geometry=geometry,

@@ -342,6 +342,9 @@ def compare(
         Path | None, typer.Option("--out", "-o", help="folder of the run [runs/<time>-compare-<model>]")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="say what would be measured and what it costs, and write nothing")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure methods side by side on one model; without arguments, the demo on the bundled model."""
@@ -367,7 +370,7 @@ def compare(
         numbers = {"protocols": protocols and [p.strip() for p in protocols.split(",")], "stride": stride, "last": last}
         numbers = {key: value for key, value in numbers.items() if value is not None}
         if resume:
-            if out is None or asked or numbers or no_sharing or recipe is not None:
+            if out is None or asked or numbers or no_sharing or dry_run or recipe is not None:
                 raise RecipeError("resume: give --out DIR and nothing else; the run's own recipe.yaml says the rest")
             from recipes.setting import resumed_recipe
 
@@ -388,7 +391,11 @@ def compare(
         if numbers:
             section = asked.get("perplexity", values.get("perplexity"))
             asked["perplexity"] = {**(section if isinstance(section, dict) else {}), **numbers}
-        _compare(make_recipe(values | asked, where=str(recipe or "compare")), out, resume=False, as_json=as_json)
+        made = make_recipe(values | asked, where=str(recipe or "compare"))
+        if dry_run:
+            _forecast(made, as_json=as_json)
+            return
+        _compare(made, out, resume=False, as_json=as_json)
 
 
 def _methods(text: str | None) -> list[str] | None:
@@ -422,6 +429,19 @@ def _lengths(text: str | None) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise RecipeError(f"lengths: {text!r} is not a comma list of whole numbers; write 256,512,1024") from None
+
+
+def _forecast(recipe: "CompareRecipe", *, as_json: bool) -> None:
+    from recipes.forecast import forecast
+    from recipes.setting import load_setting
+
+    found = forecast(load_setting(recipe))
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        console = Console()
+        console.print(found.table())
+        console.print(found.summary(), soft_wrap=True, markup=False, highlight=False)
 
 
 def _compare(recipe: "CompareRecipe", out: Path | None, *, resume: bool, as_json: bool) -> None:

@@ -74,7 +74,7 @@ class Inspection:
             f"head_dim {geometry.head_dim}, theta {geometry.theta:g}, {geometry.num_heads} heads "
             f"({self.num_key_value_heads} for keys and values), window {geometry.original_context} tokens\n"
             f"{self.method!r} to {self.context} tokens: factor {self.factor:g}, attention scale "
-            f"{self.plan.attention_scale:.5g}, KV cache {_bytes(self.kv_cache_bytes)} a sequence in 16 bits"
+            f"{self.plan.attention_scale:.5g}, KV cache {in_bytes(self.kv_cache_bytes)} a sequence in 16 bits"
             + ("" if self.is_static else f"\nfrequencies follow the current length; shown is {self.context} tokens")
         )
 
@@ -142,7 +142,8 @@ def _verdict(ratio: float, factor: float) -> str:
     return "blended" if ratio > 1 / factor else "slowed more"
 
 
-def _bytes(size: float) -> str:
+def in_bytes(size: float) -> str:
+    """Return a size in bytes with a binary unit, four digits at most."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"

@@ -423,3 +423,24 @@ def test_sizes_that_are_none(size):
     result = rope_ext("compare", "--memory-budget", size)
     assert result.exit_code == 2
     assert f"memory-budget: {size!r} is no size" in result.stderr
+
+
+def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(checkpoint, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*compare_words(checkpoint, data), "--protocols", "prefix,last-k,sliding,gain", "--last", "50", "--dry-run"]
+    shown = rope_ext(*words)
+    assert shown.exit_code == 0, shown.output
+    assert "times fewer than" in " ".join(shown.stdout.split())
+    got = document(*words, "--json")
+    assert list(tmp_path.iterdir()) == []
+    columns = {(c["task"], c["protocol"], c["length"]): c["units"] for c in got["cells"]}
+    assert columns == {
+        **{("perplexity", p, n): 2 for p in ("prefix", "last-50", "sliding-256") for n in (512, 1024)},
+        ("long-context-gain", "gain-50", 1024): 2,
+        ("passkey", "classic", 512): 5,
+        ("passkey", "classic", 1024): 5,
+    }
+    assert got["methods"] == 2
+    # 2 layers x keys and values x 2 heads x 16 numbers in fp32
+    assert got["cache_bytes"] == 1024 * 2 * 2 * 2 * 16 * 4
+    assert 1 < got["unshared_operations"] / got["operations"] < 4
