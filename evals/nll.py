@@ -8,7 +8,7 @@ What remains is the cache itself, 2 x layers x key heads x head_dim x tokens num
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -79,7 +79,7 @@ def token_nll(
     return nll
 
 
-def _hidden(model: PreTrainedModel, tokens: Tensor, ends: list[int]):  # noqa: ANN202  (a generator of triples)
+def _hidden(model: PreTrainedModel, tokens: Tensor, ends: list[int]) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (start, end, hidden states of tokens start..end), over a cache if there is more than one piece."""
     base = model.base_model
     if len(ends) == 1:
