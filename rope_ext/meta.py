@@ -16,6 +16,7 @@ from rope_ext.plan import RopeParameters
 
 PARAMS = "params.json"
 # Keys of Meta's code for a run, not for a model
+MAX_LAYERS = 10_000  # far beyond any; a typing error should not name ten million tensors
 RUN_TIME = {"max_seq_len", "max_batch_size", "use_kv_cache"}
 LLAMA3_THETA, LLAMA3_WINDOW, LLAMA31_WINDOW = 500000.0, 8192, 131072
 
@@ -55,6 +56,8 @@ class MetaParams:
                 continue
             if not (math.isfinite(value) and value > 0):
                 raise ModelError(f"meta: {PARAMS}: {field.name} is {value}; it must be above 0")
+        if self.n_layers > MAX_LAYERS:
+            raise ModelError(f"meta: {PARAMS}: n_layers is {self.n_layers}; no LLaMA has more than {MAX_LAYERS}")
         if self.dim % self.n_heads or self.dim // self.n_heads % 2 or self.n_heads % self.n_kv_heads:
             raise ModelError(
                 f"meta: {PARAMS}: dim {self.dim}, n_heads {self.n_heads}, n_kv_heads {self.n_kv_heads} do not fit; "

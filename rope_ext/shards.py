@@ -99,6 +99,9 @@ def _read_shard(file: Path) -> dict[str, Tensor]:
         raise ModelError(f"meta: {file} cannot be read: {reason[:200]}") from error
     if not isinstance(raw, dict) or not all(isinstance(tensor, Tensor) for tensor in raw.values()):
         raise ModelError(f"meta: {file} is no dictionary of tensors; name a folder of Meta's own files")
+    odd = [name for name, tensor in raw.items() if tensor.layout != torch.strided or tensor.is_meta]
+    if odd:
+        raise ModelError(f"meta: {file}: {odd[0]} is sparse or holds no data; take the file from its source")
     # Frequencies were stored with some models; they follow from params.json.
     return {str(name): tensor for name, tensor in raw.items() if not str(name).endswith("rope.freqs")}
 

@@ -544,3 +544,18 @@ def test_windows_that_are_none(source, tmp_path, window):
     with pytest.raises(ModelError, match="it must be 1 to 2147483647"):
         convert_meta(source, tmp_path / "a" / "b", window=window)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_tensors_without_plain_data(llama, tmp_path, kind):
+    weights, name = meta_weights(llama), "layers.0.feed_forward.w1.weight"
+    weights[name] = weights[name].to_sparse() if kind == "sparse" else weights[name].to("meta")
+    write(tmp_path / "meta", params_of(llama), [weights])
+    with pytest.raises(ModelError, match=f"{name} is sparse or holds no data"):
+        convert_meta(tmp_path / "meta", tmp_path / "out", window=64)
+
+
+def test_more_layers_than_any_llama_has(llama, tmp_path):
+    write(tmp_path / "meta", params_of(llama, n_layers=10**7), [meta_weights(llama)])
+    with pytest.raises(ModelError, match="n_layers is 10000000; no LLaMA has more than 10000"):
+        convert_meta(tmp_path / "meta", tmp_path / "out", window=64)
