@@ -71,6 +71,11 @@ def positions_from_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
         return args, kwargs
+    if positions is not None and (positions.ndim != 2 or positions.is_floating_point()):
+        raise PatchError(
+            f"{table.method.name}: position_ids of shape {tuple(positions.shape)} in {positions.dtype}; they must be "
+            "whole numbers of shape (rows, tokens)"
+        )
     cache, num_new = _cache_of(given), tokens.shape[1]
     end = num_new + (cache.get_seq_length() if cache is not None else 0)
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= end:

@@ -266,6 +266,15 @@ def test_masks_that_do_not_tell_the_length_of_rows(llama, row, chosen):
         torch.testing.assert_close(got[:1], logits_of(llama, row[:, :100]), rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("positions", [torch.arange(40), torch.arange(40.0)[None]], ids=["1-D", "float"])
+def test_positions_that_are_none(llama, row, positions):
+    with (
+        extend(llama, METHODS[0], factor=4),
+        pytest.raises(PatchError, match=r"whole numbers of shape \(rows, tokens\)"),
+    ):
+        llama(input_ids=row[:, :40], position_ids=positions)
+
+
 def test_a_static_patch_on_top_decodes_one_token_a_step(llama, row):
     seen = []
     with extend(llama, METHODS[0], factor=4), extend(llama, Yarn(), factor=4):
