@@ -1,11 +1,12 @@
-"""Documents to measure on: text files, JSONL, or the Python standard library's sources on this machine.
+"""Documents to measure on: text, JSONL and Parquet files, or the Python standard library's sources on this machine.
 
-Every corpus is ordered by content-free rules (sorted paths, then a hash of the name) and hashed as token ids,
-so two runs either saw the same tokens or their `data_hash` differs.
+Every corpus is ordered by content-free rules (sorted paths, then a hash of the name; a stream in its own order) and
+hashed as token ids, so two runs either saw the same tokens or their `data_hash` differs.
 """
 
 import hashlib
 import json
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from evals.errors import EvalError
+from evals.parquet import read_parquet
 
 # Not prose: byte tables, a generated help text, a frozen 2to3 grammar, build settings; and the test suites,
 # which many distributions leave out.
 _NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 _NOT_SOURCE_PREFIXES = ("lib2to3", "config-", "_sysconfigdata", "__phello__")
 HELD_OUT_ONE_IN = 10
+MAX_TRIED = 10_000
+"""Documents of a stream that are tried: a length that none of so many reaches is better asked for elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,23 +92,28 @@ def python_sources(split: Literal["train", "held-out", "all"]) -> list[Document]
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Return the documents of a text file (one), a JSONL file (one per line, key "text"), or a folder of such files.
+    """Return the documents of a text file (one), a JSONL or Parquet file (one a row, key "text"), or a folder of them.
+
+    A row is named by its file and its place there: JSONL lines from 1, as editors count, Parquet rows from 0.
 
     Raises:
-        EvalError: the path is missing, empty, not UTF-8, or a JSONL line has no "text".
+        EvalError: the path is missing, empty, not UTF-8, damaged, or a row has no "text".
     """
     try:
         exists = path.exists()
     except OSError as error:  # a name too long for a file
         raise EvalError(f"corpus: {str(path)[:60]}... is no usable name: {error.strerror}") from error
     if not exists:
-        raise EvalError(f"corpus: {path} does not exist; name a text file, a .jsonl file or a folder of them")
+        raise EvalError(
+            f"corpus: {path} does not exist; name a text, .jsonl or .parquet file, or a folder "
+            "of them; a data set of the Hub is hub:OWNER/NAME"
+        )
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     documents = [document for file in files for document in _read_file(file, path)]
     if not documents:
         raise EvalError(
-            f"corpus: {path} holds no documents; it needs at least one text or JSONL file that is not empty"
+            f"corpus: {path} holds no documents; it needs at least one text, JSONL or Parquet file that is not empty"
         )
     return documents
 
@@ -113,6 +122,9 @@ def _read_file(file: Path, root: Path) -> Iterator[Document]:
     name = file.relative_to(root).as_posix() if file != root else file.name
     if _has_surrogates(str(file)):
         raise EvalError(f"corpus: {str(file)!a} has a name that is not UTF-8; rename it")
+    if file.suffix == ".parquet":
+        yield from (Document(name=f"{name}:{row}", text=text) for row, text in read_parquet(file) if text.strip())
+        return
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -125,21 +137,26 @@ def _read_file(file: Path, root: Path) -> Iterator[Document]:
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            text = _text_of(line, f"{file} line {number}")
+            text = text_of_json(line, f"{file} line {number}")
             if text.strip():
                 yield Document(name=f"{name}:{number}", text=text)
 
 
-def _text_of(line: str, where: str) -> str:
+def text_of_json(line: str, where: str, key: str = "text") -> str:
+    """Return the text under `key` of one line of JSONL.
+
+    Raises:
+        EvalError: the line is no JSON object, or has no such text.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # besides bad syntax: a number or a nesting beyond all bounds
         raise EvalError(f"corpus: {where} is not JSON: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise EvalError(f'corpus: {where} has no "text"; each line is an object like {{"text": "..."}}')
-    if _has_surrogates(row["text"]):
+    if not isinstance(row, dict) or not isinstance(row.get(key), str):
+        raise EvalError(f'corpus: {where} has no "{key}"; each line is an object like {{"{key}": "..."}}')
+    if _has_surrogates(row[key]):
         raise EvalError(f"corpus: {where} holds half a surrogate pair, which is no character; mend it")
-    return row["text"]
+    return row[key]
 
 
 def _has_surrogates(text: str) -> bool:
@@ -148,46 +165,51 @@ def _has_surrogates(text: str) -> bool:
 
 
 def tokenise(
-    documents: Sequence[Document],
+    documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
     *,
     name: str,
     num_tokens: int,
     num_documents: int,
+    in_order: bool = False,
 ) -> Corpus:
     """Return the first `num_documents` documents that reach `num_tokens` ids, each cut to exactly that many.
 
     Documents are tried in the order of a hash of their names, so that a small sample is not the head of an
     alphabet; shorter ones are left out and counted. BOS stands at index 0 if the tokenizer puts one there.
 
+    `in_order` is for a stream, which cannot be sorted: documents are tried as they come, none is read beyond those
+    needed, and at most MAX_TRIED are.
+
     Raises:
         EvalError: fewer than `num_documents` are long enough.
     """
-    ordered = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
+    if not in_order:
+        documents = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
+    limit = MAX_TRIED if in_order else sys.maxsize
+    source = iter(documents)
     bos = bos_id(tokenizer)
     kept: list[TokenDocument] = []
-    num_too_short = longest = 0
-    for document in ordered:
-        if len(kept) == num_documents:
-            break
+    tried = longest = 0
+    while len(kept) < num_documents and tried < limit and (document := next(source, None)) is not None:
         ids = encode(tokenizer, document.text)
         if bos is not None:
             ids = [bos, *ids]
+        tried += 1
         longest = max(longest, len(ids))
-        if len(ids) < num_tokens:
-            num_too_short += 1
-        else:
+        if len(ids) >= num_tokens:
             kept.append(TokenDocument(name=document.name, ids=tuple(ids[:num_tokens])))
     if len(kept) < num_documents:
+        among = f" among its first {tried}, and no more are tried" if tried == limit else ""
         raise EvalError(
-            f"corpus: {name} has {len(kept)} documents of at least {num_tokens} tokens, {num_documents} asked "
-            f"(longest of {len(documents)}: {longest}); ask for fewer documents, shorter lengths, or give longer texts"
+            f"corpus: {name} has {len(kept)} documents of at least {num_tokens} tokens{among}, {num_documents} asked "
+            f"(longest of {tried}: {longest}); ask for fewer documents, shorter lengths, or give longer texts"
         )
     return Corpus(
         name=name,
         documents=tuple(kept),
         num_tokens=num_tokens,
-        num_too_short=num_too_short,
+        num_too_short=tried - len(kept),
         bos=bos,
         data_hash=hash_ids(document.ids for document in kept),
     )

@@ -1,7 +1,11 @@
 import os
+import sys
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
+from evals import corpora
 from evals.corpora import Document, bos_id, encode, hash_ids, is_held_out, python_sources, read_documents, tokenise
 from evals.errors import EvalError
 from tests.evals.conftest import byte_tokenizer
@@ -67,6 +71,63 @@ def test_file_names_that_are_not_utf8(tmp_path):
         read_documents(tmp_path)
 
 
+def write_parquet(path, **columns):
+    parquet.write_table(pa.table(columns), path, row_group_size=2)
+    return path
+
+
+def test_parquet_rows_are_documents(tmp_path):
+    texts = ["one", "", None, " \n", "长文本 \U0001f600", "six" * 30_000]
+    path = write_parquet(tmp_path / "b.parquet", id=range(6), text=texts)
+    named = [("b.parquet:0", "one"), ("b.parquet:4", "长文本 \U0001f600"), ("b.parquet:5", "six" * 30_000)]
+    assert [(d.name, d.text) for d in read_documents(path)] == named
+    (tmp_path / "sub").mkdir()
+    write_parquet(tmp_path / "sub" / "large.parquet", text=pa.array(["a"], pa.large_string()))
+    write_parquet(tmp_path / "sub" / "words.parquet", text=pa.array(["b"]).dictionary_encode())
+    (tmp_path / "a.txt").write_text("plain")
+    assert [d.name for d in read_documents(tmp_path)] == [
+        "a.txt",
+        *(name for name, _ in named),
+        "sub/large.parquet:0",
+        "sub/words.parquet:0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"body": ["x"], "id": [1]}, 'has no column "text"; it has: body, id$'),
+        ({"text": [None, 7]}, 'row 1: "text" is no text but int'),
+        ({"text": [["a", "b"]]}, 'row 0: "text" is no text but list'),
+        ({"text": [None, ""]}, "holds no documents"),
+        ({"text": pa.array([], pa.string())}, "holds no documents"),
+        ({"text": pa.array([b"caf\xe9"]).view(pa.string())}, "cannot be read as Parquet: .*utf-8"),
+    ],
+)
+def test_bad_columns_are_named(tmp_path, columns, words):
+    path = write_parquet(tmp_path / "x.parquet", **columns)
+    with pytest.raises(EvalError, match=words) as caught:
+        read_documents(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_parquet_is_one_line(tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", text=[str(n) * 1000 for n in range(100)])
+    whole = path.read_bytes()
+    for broken in (b"", b"no parquet", whole[:-100], whole[:50] + bytes(2000) + whole[2050:]):
+        path.write_bytes(broken)
+        with pytest.raises(EvalError, match="cannot be read as Parquet") as caught:
+            read_documents(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_without_pyarrow_the_line_that_installs_it_is_named(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "x.parquet", text=["x"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(EvalError, match=r"needs a package \(.*\): pip install 'rope-ext\[data\]'"):
+        read_documents(path)
+
+
 def documents(*lengths):
     return [Document(name=f"d{i}", text=chr(97 + i) * n) for i, n in enumerate(lengths)]
 
@@ -96,6 +157,26 @@ def test_choice_and_hash_do_not_depend_on_the_order_given(tokenizer):
     )
     assert one == other
     assert len(one.documents) == 2
+
+
+def test_a_stream_is_taken_in_its_own_order_and_no_further_than_needed(tokenizer):
+    def stream():
+        yield from documents(60, 5, 60)
+        pytest.fail("read beyond what was needed")
+
+    corpus = tokenise(stream(), tokenizer, name="toy", num_tokens=50, num_documents=2, in_order=True)
+    assert [d.name for d in corpus.documents] == ["d0", "d2"]
+    assert corpus.num_too_short == 1
+
+
+def test_a_stream_without_end_is_given_up(tokenizer, monkeypatch):
+    monkeypatch.setattr(corpora, "MAX_TRIED", 7)
+    endless = iter(lambda: Document(name="d", text="short"), None)
+    words = r"0 documents of at least 50 tokens among its first 7, and no more are tried, 1 asked \(longest of 7: 6\)"
+    with pytest.raises(EvalError, match=words):
+        tokenise(endless, tokenizer, name="toy", num_tokens=50, num_documents=1, in_order=True)
+    with pytest.raises(EvalError, match=r"0 documents of at least 50 tokens, 1 asked \(longest of 2: 41\)"):
+        tokenise(documents(10, 40), tokenizer, name="toy", num_tokens=50, num_documents=1, in_order=True)
 
 
 def test_too_few_is_an_error_that_tells_the_longest(tokenizer):
