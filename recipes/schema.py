@@ -57,7 +57,8 @@ class CompareRecipe:
         lengths: at which to measure, tokens; empty is the original window and its doublings up to the context.
         base, original_context: for a checkpoint that already carries scaling, see `rope_ext.extend`.
         data: "python" (the standard library's sources that the bundled model never saw), "python-all" (all of them,
-            for models trained elsewhere), or a text file, a JSONL file, or a folder of them.
+            for models trained elsewhere), a text, JSONL or Parquet file, a folder of them, "pg19", "proof-pile", or a
+            Hub data set as hub:OWNER/NAME@REVISION:split=test (`evals.hub`).
         baseline: the method that the others are paired with; by default unscaled, or the first if that is not there.
         memory_budget: bytes for activations and logits of one forward, besides weights and cache.
         seed: of passkeys and bootstrap.

@@ -1,6 +1,7 @@
 """A recipe made ready: everything loaded and checked before the first forward, and a folder that is the run's own."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals import corpora, passkey
 from evals.corpora import Corpus
+from evals.hub import PREFIX
 from evals.passkey import PasskeyPrompt
+from recipes import data
 from recipes.load import RecipeError, make_recipe, read_recipe, write_recipe
 from recipes.schema import CompareRecipe
 from rope_ext.geometry import RopeGeometry
@@ -21,6 +24,7 @@ from rope_ext.plan import Method
 from rope_ext.registry import parse_method
 
 RECIPE = "recipe.yaml"
+MODELS = ("tiny", "smollm2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,19 +74,21 @@ def load_setting(recipe: CompareRecipe) -> Setting:
         recipe,
         context=context,
         lengths=tuple(sorted(set(lengths))),
-        model=_absolute(recipe.model),
-        data=_absolute(recipe.data),
+        model=_absolute(recipe.model, MODELS),
+        data=_absolute(recipe.data, data.NAMES),
     )
 
     corpus = None
     if recipe.perplexity.documents:
-        documents = _documents(recipe.data)
+        recipe = replace(recipe, data=data.pinned(recipe.data))
+        documents, in_order = data.open_data(recipe.data)
         corpus = corpora.tokenise(
             documents,
             tokenizer,
             name=recipe.data,
             num_tokens=max(recipe.lengths),
             num_documents=recipe.perplexity.documents,
+            in_order=in_order,
         )
     prompts: dict[int, list[PasskeyPrompt]] = {}
     if recipe.passkey.trials:
@@ -141,19 +147,11 @@ def default_lengths(original: int, context: int) -> tuple[int, ...]:
     return tuple(sorted({*lengths, context}))
 
 
-def _absolute(name: str) -> str:
+def _absolute(name: str, known: Iterable[str]) -> str:
     """Return a path that exists in absolute form, so that the run's own recipe means the same from any folder."""
-    known = {"", "tiny", "smollm2", "python", "python-all"}
     # os.path.exists is False where Path.exists raises: for a name too long to be one
-    return str(Path(name).absolute()) if name not in known and os.path.exists(name) else name  # noqa: PTH110
-
-
-def _documents(data: str) -> list[corpora.Document]:
-    if not data:
-        raise RecipeError("data: the name is empty; give python, python-all, a text file, JSONL, or a folder of them")
-    if data == "python":
-        return corpora.python_sources("held-out")
-    return corpora.python_sources("all") if data == "python-all" else corpora.read_documents(Path(data))
+    is_path = name and name not in known and not name.startswith(PREFIX) and os.path.exists(name)  # noqa: PTH110
+    return str(Path(name).absolute()) if is_path else name
 
 
 def _open_run(recipe: CompareRecipe, out: Path | None, *, resume: bool) -> Path:

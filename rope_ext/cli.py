@@ -125,6 +125,7 @@ def _refuse(message: str) -> NoReturn:
 def _quiet_libraries() -> None:
     """Keep transformers' progress bars and advice off the screen; our own bar says how far a run is."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # before anything imports it: transformers' GGUF reader asks it directly
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
@@ -312,7 +313,12 @@ def compare(
         str | None, typer.Option("--lengths", help="comma list of lengths to measure at, tokens")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", help="python, python-all, a text file, JSONL, or a folder")
+        str | None,
+        typer.Option(
+            "--data",
+            help="python, python-all, pg19, proof-pile, a text, JSONL or Parquet file, a folder of them, or a Hub data "
+            "set: hub:OWNER/NAME or hub:OWNER/NAME@REVISION:split=test:config=X:column=text",
+        ),
     ] = None,
     documents: Annotated[int | None, typer.Option("--documents", help="documents for perplexity; 0 for none")] = None,
     trials: Annotated[int | None, typer.Option("--trials", help="passkey trials a cell; 0 for none")] = None,
