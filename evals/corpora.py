@@ -229,6 +229,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
+def starts_of(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> list[int | None]:
+    """Return the character that each id of `encode(tokenizer, text)` starts at; None where a tokenizer cannot say."""
+    if not tokenizer.is_fast:
+        return [None] * len(ids)
+    found = tokenizer(
+        text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, verbose=False
+    )
+    return [start for start, _ in found["offset_mapping"]]
+
+
 def hash_ids(rows: Iterable[Sequence[int]]) -> str:
     """Return 16 hex digits of the SHA-256 of rows of ids; rows are length-prefixed, so moving a border changes it."""
     digest = hashlib.sha256()

@@ -57,13 +57,13 @@ def token_nll(
     last = len(ids) - 1 if last is None else last
     if not 1 <= last <= len(ids) - 1:
         raise EvalError(f"nll: {last} of {len(ids)} ids cannot be scored; the first has nothing before it")
-    chunk = tokens_per_chunk(model.config, _itemsize(model), len(ids), memory_budget)
+    chunk = tokens_per_chunk(model.config, itemsize_of(model), len(ids), memory_budget)
     ends = [*range(chunk, len(ids), chunk), len(ids)]
     if len({frequency_key(end) for end in ends}) > 1:
         ends = [len(ids)]
     tokens = torch.tensor([ids], device=model.device)
     head = cast("nn.Module", model.get_output_embeddings())
-    rows = rows_per_chunk(model.config, _itemsize(model), memory_budget)
+    rows = rows_per_chunk(model.config, itemsize_of(model), memory_budget)
     first_scored = len(ids) - last
     parts: list[Tensor] = []
     for start, end, hidden in _hidden(model, tokens, ends):
@@ -119,7 +119,7 @@ def batch_nll(
     ragged = {} if bool(mask.all()) else {"attention_mask": mask}
     hidden = model.base_model(input_ids=ids, use_cache=False, **ragged).last_hidden_state
     head = cast("nn.Module", model.get_output_embeddings())
-    chunk = rows_per_chunk(model.config, _itemsize(model), memory_budget)
+    chunk = rows_per_chunk(model.config, itemsize_of(model), memory_budget)
     out: list[Tensor] = []
     for number, row in enumerate(rows):
         parts = _cross_entropy(head, hidden[number, : len(row) - 1], ids[number, 1 : len(row)], chunk)
@@ -145,19 +145,36 @@ def rows_per_chunk(config: PretrainedConfig, itemsize: int, memory_budget: int) 
     return min(ROWS_PER_CHUNK, rows)
 
 
-def tokens_per_chunk(config: PretrainedConfig, itemsize: int, num_tokens: int, memory_budget: int) -> int:
+def tokens_per_chunk(
+    config: PretrainedConfig, itemsize: int, num_tokens: int, memory_budget: int, *, most: int | None = None
+) -> int:
     """Return how many tokens one forward may take for its activations to fit into half of the budget, at least 1.
+
+    Args:
+        num_tokens: of the longest sequence.
+        most: the largest answer; by default `num_tokens`, more makes room for several rows.
 
     Counted for each token: the residual stream and its copies (6 x width), the three feed-forward vectors, queries,
     keys, values and what comes out of attention, and a row of the attention mask with its fp32 form.
     """
-    heads, width = int(config.num_attention_heads), int(config.hidden_size)
-    head_dim = int(getattr(config, "head_dim", None) or width // heads)
+    heads, width, head_dim = int(config.num_attention_heads), int(config.hidden_size), _head_dim(config)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     numbers = 6 * width + 3 * int(config.intermediate_size) + (3 * heads + 2 * kv_heads) * head_dim
     token = itemsize * numbers + 5 * num_tokens
-    return max(1, min(num_tokens, memory_budget // 2 // token))
+    return max(1, min(most or num_tokens, memory_budget // 2 // token))
 
 
-def _itemsize(model: PreTrainedModel) -> int:
+def cache_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
+    """Return the bytes of the keys and values of one token: 2 x layers x key heads x head_dim numbers."""
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    return 2 * int(config.num_hidden_layers) * kv_heads * _head_dim(config) * itemsize
+
+
+def itemsize_of(model: PreTrainedModel) -> int:
+    """Return the bytes of one number of the model's dtype."""
     return torch.empty(0, dtype=model.dtype).element_size()
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or int(config.hidden_size) // int(config.num_attention_heads))

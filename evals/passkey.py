@@ -1,225 +1,312 @@
-"""Passkey retrieval: a number hidden in filler at a chosen depth, asked for at the end.
+"""Passkey retrieval: a value hidden in filler at a chosen place, asked for at the end.
 
 Structure after Mohtashami & Jaggi, "Landmark Attention" (2023), in our own words: instruction, filler, a line
 with the key, filler, question. Unlike the common scripts the prompt is assembled as token ids, so that the
-length asked for is the length measured, the key always has five digits, and the depth is exact to one token.
+length asked for is the length measured, the key always has five digits, and its place is exact to one token.
 
-    [BOS instruction | filler x before | needle | filler x after | question] + [answer]
-     <------------------------- length tokens in all ------------------------------->
+    [BOS instruction | filler x before | needle | filler x after | question] + [answer] + room for what may follow it
+     <--------------------------------- length tokens in all ------------------------------------------------------>
 """
 
-import copy
 import hashlib
-import inspect
-from collections.abc import Callable, Hashable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from typing import NamedTuple, Protocol, runtime_checkable
 
-import torch
-from torch.nn import functional as F
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from evals.corpora import bos_id, encode
+from evals.corpora import Document, bos_id, encode, hash_ids, starts_of
 from evals.errors import EvalError
+from evals.variants import Texts, Variant, drawn
 
-INSTRUCTION = "A pass key is hidden in the text below. Find it and remember it.\n"
 FILLER = "The river is wide. The hills are green. The wind is slow. A road goes north and turns back again. "
-NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
-QUESTION = "\nWhat is the pass key? The pass key is"
-ANSWER = " {key}"
-KEY_DIGITS = 5
-MIN_SHARED = 32
-"""Tokens that prompts must have in common for their computation to be shared."""
+_ENDS, _ENDS_FULL = (".", "!", "?"), ("\u3002", "\uff01", "\uff1f")
+"""What ends a sentence before white space, and what ends one by itself."""
+DRAWS = 1000
+"""How many values are tried before a text is said to hold them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PasskeyPrompt:
-    """One trial. `ids` is prompt and answer together, shape (length,); the last `num_answer` ids are the answer.
+    """One trial. `ids` is prompt and answer together; the last `num_answer` ids are the answer.
 
-    `depth` is the fraction asked for, `actual_depth` the one that whole tokens allow: filler tokens before the
-    needle over all filler tokens (the asked depth itself when there is no filler).
+    Attributes:
+        variant: its name in `VARIANTS`.
+        length: what was asked for: ids, and `num_spare` tokens that an answer may be longer by.
+        depth: the fraction of the filler before the needle that was asked for; None where it was not.
+        position: the same as a number of tokens from the start of the prompt.
+        actual_depth: what whole tokens (in a text, whole sentences) allow: filler tokens before the needle over all
+            filler tokens; None where there is no filler.
+        key: the answer's text.
+        haystack: which text the filler is, for resampling; None if it is the same for every trial.
+        needle_start, needle_end: the ids that hold the needle; equal if there is none.
+        data_hash: of the ids.
     """
 
+    variant: str
     length: int
-    depth: float
-    actual_depth: float
+    depth: float | None
+    position: int | None
+    actual_depth: float | None
     trial: int
     key: str
     ids: tuple[int, ...]
     num_answer: int
+    num_spare: int
+    haystack: str | None
     needle_start: int
     needle_end: int
+    data_hash: str
+
+    @property
+    def unit(self) -> str:
+        """What tells the trials of one length apart."""
+        place = f"@{self.position}" if self.position is not None else "-" if self.depth is None else f"{self.depth:g}"
+        return f"{place}/{self.trial}"
+
+
+class Strand(NamedTuple):
+    """A piece of filler: its ids, the number of ids after which a line may stand, and whose text it is."""
+
+    ids: list[int]
+    breaks: Sequence[int]
+    haystack: str | None
+
+
+@runtime_checkable
+class Filler(Protocol):
+    """What a needle is hidden in."""
+
+    def strand(self, trial: int, num_tokens: int) -> Strand:
+        """Return exactly `num_tokens` ids for a trial, a longer one beginning with every shorter one."""
+        ...
+
+
+class RepeatedFiller:
+    """Ids over and over; a needle may stand anywhere."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = list(ids)
+
+    def strand(self, trial: int, num_tokens: int) -> Strand:
+        """Return the ids from their start as often as needed."""
+        if num_tokens and not self.ids:
+            raise EvalError("passkey: the filler is empty; give at least one token")
+        times = -(-num_tokens // len(self.ids)) if self.ids else 0
+        return Strand((self.ids * times)[:num_tokens], range(num_tokens + 1), None)
+
+
+class TextFiller:
+    """Documents one after another, never twice in one prompt; trial t begins with the t-th, so texts differ."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> None:
+        self.tokenizer = tokenizer
+        self.documents = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
+        self._encoded: dict[int, tuple[list[int], list[int]]] = {}
+        self._strands: dict[int, Strand] = {}
+
+    def strand(self, trial: int, num_tokens: int) -> Strand:
+        """Return the trial's text up to `num_tokens` ids; lines may stand where a sentence or a line has ended.
+
+        Raises:
+            EvalError: all documents together are shorter.
+        """
+        first = trial % max(1, len(self.documents))
+        known = self._strands.get(first)
+        if known is None or len(known.ids) < num_tokens:
+            known = self._strands[first] = self._joined(first, num_tokens)
+        breaks = [at for at in known.breaks if at <= num_tokens]
+        return Strand(known.ids[:num_tokens], sorted({*breaks, num_tokens}), known.haystack)
+
+    def _joined(self, first: int, num_tokens: int) -> Strand:
+        ids: list[int] = []
+        breaks: list[int] = []
+        for step in range(len(self.documents)):
+            more, places = self._document((first + step) % len(self.documents))
+            breaks += [len(ids) + place for place in places]
+            ids += more
+            if len(ids) >= num_tokens:
+                return Strand(ids, breaks, self.documents[first].name)
+        raise EvalError(
+            f"passkey: {len(self.documents)} documents have {len(ids)} tokens together, {num_tokens} asked; give "
+            "longer ones, or the variant on repetitive filler"
+        )
+
+    def _document(self, number: int) -> tuple[list[int], list[int]]:
+        if number not in self._encoded:
+            text = self.documents[number].text.strip() + "\n\n"
+            ids = encode(self.tokenizer, text)
+            self._encoded[number] = ids, [*_breaks(text, starts_of(self.tokenizer, text, ids)), len(ids)]
+        return self._encoded[number]
+
+
+def _breaks(text: str, starts: Sequence[int | None]) -> Iterator[int]:
+    """Yield the tokens before which a line or a sentence has ended; all of them where nobody knows where they start."""
+    for number, start in enumerate(starts):
+        if start is None or number == 0:
+            yield number
+            continue
+        if start == starts[number - 1]:  # another byte of the same character
+            continue
+        near, after = text[max(0, start - 80) : start], text[start]
+        before = near.rstrip(" \t")
+        apart = after.isspace() or len(before) < len(near)
+        if before.endswith(("\n", *_ENDS_FULL)) or after == "\n" or (apart and before.endswith(_ENDS)):
+            yield number
+
+
+class _Parts(NamedTuple):
+    """The fixed ids of a prompt, and the texts that they spell."""
+
+    head: list[int]
+    needle: list[int]
+    others: list[list[int]]
+    question: list[int]
+    answer: list[int]
+    texts: Texts
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(part) for part in (self.head, self.needle, *self.others, self.question, self.answer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PasskeyScore:
-    """One trial's outcome: `correct` iff greedy decoding would give the answer; `answer_nll` in nats per token."""
+class PromptMaker:
+    """Prompts of one variant: a function of seed, variant, place, trial, tokenizer and filler, and of nothing else.
 
-    correct: bool
-    answer_nll: float
-    predicted: tuple[int, ...]
-
-
-def trial_key(seed: int, length: int, depth: float, trial: int) -> str:
-    """Return the five-digit key of a trial, first digit not zero: a function of its coordinates and nothing else."""
-    digest = hashlib.sha256(f"passkey|{seed}|{length}|{depth:.6f}|{trial}".encode()).digest()
-    low = 10 ** (KEY_DIGITS - 1)
-    return str(low + int.from_bytes(digest[:8], "big") % (9 * low))
-
-
-def build_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    length: int | None,
-    depth: float,
-    trial: int,
-    key: str,
-    filler: Sequence[int] | None = None,
-) -> PasskeyPrompt:
-    """Return a prompt of exactly `length` ids (BOS, question and answer included) with the needle at `depth`.
-
-    `filler` ids are repeated from their start as often as needed; by default they are a jingle without digits.
-    The text after the needle goes on where the text before it stopped. `length=None` means no filler at all.
-
-    Raises:
-        EvalError: the length cannot hold the template, the depth is outside [0, 1], or the tokenizer merges the
-            answer into the question, so that no token border stands between them.
+    Attributes:
+        num_spare: tokens left free after the answer, for decoding that goes on.
     """
-    if not 0.0 <= depth <= 1.0:
-        raise EvalError(
-            f"passkey: depth {depth} is outside [0, 1]; 0 is right after the instruction, 1 just before the question"
+
+    tokenizer: PreTrainedTokenizerBase
+    variant: Variant
+    filler: Filler
+    seed: int = 0
+    num_spare: int = 0
+
+    def relative(self, *, length: int, depths: Sequence[float], num_trials: int) -> list[PasskeyPrompt]:
+        """Return `num_trials` prompts of exactly `length` tokens at each depth, a fraction of the filler.
+
+        A control has no depth, and one set of trials.
+
+        Raises:
+            EvalError: the length cannot hold the template, a depth is outside [0, 1], the text is too short or holds
+                every value that was tried, or the tokenizer merges the answer into the question, so that no token
+                border stands between them.
+        """
+        if not self.variant.has_place:
+            return [self._build(length, None, None, trial) for trial in range(num_trials)]
+        return [self._build(length, depth, None, trial) for depth in depths for trial in range(num_trials)]
+
+    def absolute(self, *, length: int, positions: Sequence[int], num_trials: int) -> list[PasskeyPrompt]:
+        """Return prompts of exactly `length` tokens with the needle after so many others, where it fits.
+
+        The key does not depend on the length, so that prompts of one position begin alike whatever their length. See
+        `relative` for the errors.
+        """
+        found = (self._try(length, None, position, trial) for position in positions for trial in range(num_trials))
+        return [prompt for prompt in found if prompt is not None]
+
+    def shortest(self, num_trials: int) -> int:
+        """Return the least length that holds the prompts of all trials of a control without filler."""
+        return self.num_spare + max(self._parts(f"-|{trial}").num_tokens for trial in range(num_trials))
+
+    def _build(self, length: int, depth: float | None, position: int | None, trial: int) -> PasskeyPrompt:
+        prompt = self._try(length, depth, position, trial)
+        assert prompt is not None
+        return prompt
+
+    def _try(self, length: int, depth: float | None, position: int | None, trial: int) -> PasskeyPrompt | None:
+        """Return one prompt; None if the needle does not fit behind `position` tokens."""
+        if depth is not None and not 0.0 <= depth <= 1.0:
+            raise EvalError(
+                f"passkey: depth {depth} is outside [0, 1]; 0 is right after the instruction, 1 before the question"
+            )
+        place = f"@{position}" if position is not None else "-" if depth is None else f"{length}|{depth:.6f}"
+        for attempt in range(DRAWS):
+            parts = self._parts(f"{place}|{trial}" + (f"|{attempt}" if attempt else ""))
+            num_filler = length - self.num_spare - parts.num_tokens
+            if num_filler < max(0, (position or 0) - len(parts.head)):
+                if position is not None:
+                    return None
+                raise EvalError(
+                    f"passkey: length {length} is shorter than the template of {self.variant.name!r}; this tokenizer "
+                    f"needs at least {parts.num_tokens + self.num_spare} tokens"
+                )
+            strand = self.filler.strand(trial, num_filler)
+            # The filler of the other variants is ours, and holds no value
+            if strand.haystack is None or not self._occurs(parts.texts.values, strand.ids):
+                return self._assemble(parts, strand, length, depth, position, trial)
+        raise EvalError(f"passkey: the text holds each of {DRAWS} values of {self.variant.name!r}; give another text")
+
+    def _parts(self, place: str) -> _Parts:
+        def draw(what: str, below: int) -> int:
+            return drawn(self.seed, self.variant.name, place, what, below)
+
+        texts = self.variant.make(draw)
+        if len(set(texts.values)) < len(texts.values):  # two keys of one prompt are equal, once in 10,000 prompts
+            return self._parts(f"{place}|again")
+        head = encode(self.tokenizer, self.variant.instruction)
+        bos = bos_id(self.tokenizer)
+        question = encode(self.tokenizer, texts.question)
+        asked = encode(self.tokenizer, texts.question + texts.answer)
+        if asked[: len(question)] != question or len(asked) == len(question):
+            raise EvalError(
+                "passkey: this tokenizer merges the answer into the question; no token border lies between them"
+            )
+        return _Parts(
+            head=head if bos is None else [bos, *head],
+            needle=encode(self.tokenizer, texts.needle),
+            others=[encode(self.tokenizer, other) for other in texts.others],
+            question=question,
+            answer=asked[len(question) :],
+            texts=texts,
         )
-    head = encode(tokenizer, INSTRUCTION)
-    bos = bos_id(tokenizer)
-    if bos is not None:
-        head = [bos, *head]
-    needle = encode(tokenizer, NEEDLE.format(key=key))
-    question = encode(tokenizer, QUESTION)
-    asked = encode(tokenizer, QUESTION + ANSWER.format(key=key))
-    answer = asked[len(question) :]
-    if asked[: len(question)] != question or not answer:
-        raise EvalError(
-            "passkey: this tokenizer merges the answer into the question; no token border lies between them"
+
+    def _occurs(self, values: Sequence[str], ids: list[int]) -> bool:
+        text = str(self.tokenizer.decode(ids))
+        return any(value in text for value in values)
+
+    def _assemble(
+        self, parts: _Parts, strand: Strand, length: int, depth: float | None, position: int | None, trial: int
+    ) -> PasskeyPrompt:
+        num_filler = len(strand.ids)
+        wanted = depth * num_filler if depth is not None else (position or 0) - len(parts.head)
+        before = _nearest(strand.breaks, wanted)
+        lines = [(before, parts.needle)] if parts.needle else []
+        for number, line in enumerate(parts.others, start=1):
+            lines.append((_nearest(strand.breaks, num_filler * number / (len(parts.others) + 1)), line))
+        ids, at, start = list(parts.head), 0, len(parts.head)
+        for where, line in sorted(lines, key=lambda each: each[0]):  # of lines at one place the needle comes first
+            ids += strand.ids[at:where]
+            if line is parts.needle:
+                start = len(ids)
+            ids += line
+            at = where
+        ids += [*strand.ids[at:], *parts.question, *parts.answer]
+        return PasskeyPrompt(
+            variant=self.variant.name,
+            length=length,
+            depth=depth,
+            position=position,
+            actual_depth=before / num_filler if num_filler and parts.needle else None,
+            trial=trial,
+            key=parts.texts.answer.strip(),
+            ids=tuple(ids),
+            num_answer=len(parts.answer),
+            num_spare=self.num_spare,
+            haystack=strand.haystack,
+            needle_start=start,
+            needle_end=start + len(parts.needle),
+            data_hash=hash_ids([ids]),
         )
-    num_fixed = len(head) + len(needle) + len(question) + len(answer)
-    num_filler = 0 if length is None else length - num_fixed
-    if num_filler < 0:
-        raise EvalError(
-            f"passkey: length {length} is shorter than the template; this tokenizer needs at least {num_fixed} tokens"
-        )
-    cycle = list(filler) if filler is not None else encode(tokenizer, FILLER)
-    if num_filler and not cycle:
-        raise EvalError("passkey: the filler is empty; give at least one token")
-    text = [cycle[i % len(cycle)] for i in range(num_filler)]
-    before = round(depth * num_filler)
-    ids = [*head, *text[:before], *needle, *text[before:], *question, *answer]
-    start = len(head) + before
-    return PasskeyPrompt(
-        length=len(ids),
-        depth=depth,
-        actual_depth=before / num_filler if num_filler else depth,
-        trial=trial,
-        key=key,
-        ids=tuple(ids),
-        num_answer=len(answer),
-        needle_start=start,
-        needle_end=start + len(needle),
-    )
 
 
-def build_trials(
-    tokenizer: PreTrainedTokenizerBase, *, length: int, depths: Sequence[float], num_trials: int, seed: int
-) -> list[PasskeyPrompt]:
-    """Return `num_trials` prompts at each depth, all of exactly `length` tokens, the same for every method and order.
-
-    Raises:
-        EvalError: see `build_prompt`.
-    """
-    return [
-        build_prompt(tokenizer, length=length, depth=depth, trial=trial, key=trial_key(seed, length, depth, trial))
-        for depth in depths
-        for trial in range(num_trials)
-    ]
-
-
-def answer_lengths(prompt: PasskeyPrompt) -> range:
-    """Return how many tokens the model has before it when it writes each id of the answer."""
-    return range(prompt.length - prompt.num_answer, prompt.length)
-
-
-@torch.inference_mode()
-def score_prompts(
-    model: PreTrainedModel,
-    prompts: Sequence[PasskeyPrompt],
-    *,
-    frequency_key: Callable[[int], Hashable],
-    share: bool = True,
-    max_rows: int | None = None,
-) -> list[PasskeyScore]:
-    """Return one score per prompt, from forwards over all of them: greedy match iff every answer id is the argmax.
-
-    Prompts must agree in length, so no padding exists, and in answer length. The last prompt token and the answer
-    less its last id predict the answer; only those positions reach the output head. What all prompts begin with (of one
-    depth: all filler before the needle) is computed once. Lengths that greedy decoding would pass through with
-    frequencies of their own are run one by one.
-
-    Args:
-        frequency_key: what the frequencies depend on at a length in tokens; a constant for an ordinary model.
-        share: compute a common beginning once; without it every prompt is run whole.
-        max_rows: prompts in one forward; all of them by default.
-
-    Raises:
-        EvalError: prompts of unequal lengths, or logits that are not finite.
-    """
-    if len({(prompt.length, prompt.num_answer) for prompt in prompts}) != 1:
-        raise EvalError("passkey: one call scores prompts of one length and one answer length; group them first")
-    num_answer = prompts[0].num_answer
-    ids = torch.tensor([prompt.ids for prompt in prompts], device=model.device)
-    rows = max_rows or len(prompts)
-    parts: list[torch.Tensor] = []
-    for key, group in groupby(answer_lengths(prompts[0]), key=frequency_key):
-        lengths = list(group)
-        common = shared_tokens(ids[:, : lengths[0]]) if share else 0
-        if common and frequency_key(common) != key:
-            common = 0
-        parts.append(_last_logits(model, ids[:, : lengths[-1]], len(lengths), common, rows))
-    logits = torch.cat(parts, dim=1)
-    if not torch.isfinite(logits).all():
-        raise EvalError("passkey: the model returned logits that are not finite")
-    answers = ids[:, -num_answer:]
-    predicted = logits.argmax(dim=-1)
-    nll = F.cross_entropy(logits.transpose(1, 2), answers, reduction="none").mean(dim=1)
-    return [
-        PasskeyScore(correct=guess == list(prompt.ids[-num_answer:]), answer_nll=loss, predicted=tuple(guess))
-        for prompt, guess, loss in zip(prompts, predicted.tolist(), nll.tolist(), strict=True)
-    ]
-
-
-def shared_tokens(ids: torch.Tensor) -> int:
-    """Return how many first tokens all rows share, at most all but one; 0 if they are too few to be worth it."""
-    if len(ids) < 2:
-        return 0
-    same = (ids == ids[:1]).all(dim=0)
-    count = int(same.long().cumprod(dim=0).sum())
-    count = min(count, ids.shape[1] - 1)
-    return count if count >= MIN_SHARED else 0
-
-
-def _last_logits(model: PreTrainedModel, ids: torch.Tensor, keep: int, common: int, max_rows: int) -> torch.Tensor:
-    """Return the logits of the last `keep` positions of every row, fp32, the first `common` tokens computed once."""
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache = None
-    if common:
-        cache = DynamicCache(config=model.config)
-        model.base_model(input_ids=ids[:1, :common], use_cache=True, **{name: cache})
-    parts: list[torch.Tensor] = []
-    for rows in ids.split(max_rows):
-        if cache is None:
-            out = model(input_ids=rows, logits_to_keep=keep, use_cache=False)
-        else:
-            own = copy.deepcopy(cache)
-            own.batch_repeat_interleave(len(rows))
-            out = model(input_ids=rows[:, common:], logits_to_keep=keep, use_cache=True, **{name: own})
-        # A copy: slicing alone would keep the logits of every position alive on models that ignore logits_to_keep.
-        parts.append(out.logits[:, -keep:].float())
-    return torch.cat(parts)
+def _nearest(places: Sequence[int], wanted: float) -> int:
+    """Return the place nearest to the wanted one; of two as near the earlier, of a half token the even one."""
+    if isinstance(places, range):
+        return min(max(round(wanted), places[0]), places[-1])
+    right = bisect_left(places, wanted)
+    around = places[max(0, right - 1) : right + 1]
+    return min(around, key=lambda place: abs(place - wanted))

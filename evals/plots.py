@@ -91,21 +91,33 @@ def perplexity_chart(
     return alt.layer(spread, line, point, rule, note).properties(width=WIDTH, height=HEIGHT, title=title)
 
 
-def passkey_chart(cells: Sequence[Cell], label: str, *, original_context: int, model: str) -> Chart:
-    """Return one method's passkey accuracy, length by depth, on a fixed scale from 0 to 1; unmeasured cells stay blank.
+def passkey_chart(cells: Sequence[Cell], label: str, *, original_context: int, model: str, protocol: str = "") -> Chart:
+    """Return one method's passkey accuracy, length by place, on a fixed scale from 0 to 1; unmeasured cells stay blank.
 
     Args:
-        cells: of task "passkey" and of one method, with a depth.
+        cells: of task "passkey", one method and one protocol, each with a depth or each with a position.
+        protocol: in words, for the subtitle.
     """
     rows = [
-        {"length": c.length, "depth": f"{c.depth:.0%}", "value": c.value, "text": f"{c.value:.2f}", "order": c.depth}
+        {
+            "length": c.length,
+            "place": f"{c.depth:.0%}" if c.depth is not None else str(c.position),
+            "value": c.value,
+            "text": f"{c.value:.2f}",
+            "order": c.depth if c.depth is not None else c.position,
+        }
         for c in cells
-        if c.task == "passkey" and c.depth is not None and c.status == "ok"
+        if c.task == "passkey" and (c.depth, c.position) != (None, None) and c.status == "ok"
     ]
-    n = max((c.n for c in cells if c.depth is not None), default=0)
+    n = max((c.n for c in cells), default=0)
+    absolute = any(c.position is not None for c in cells)
     base = alt.Chart(_data(rows)).encode(
         x=alt.X("length:O", title="tokens of context", axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("depth:O", title="depth of the key", sort=alt.EncodingSortField("order")),
+        y=alt.Y(
+            "place:O",
+            title="tokens before the key" if absolute else "depth of the key",
+            sort=alt.EncodingSortField("order"),
+        ),
     )
     scale = alt.Scale(domain=[0, 1], range=["#B2182B", "#F7F0D0", "#1A7837"], interpolate="rgb")
     cell = base.mark_rect(stroke="white").encode(color=alt.Color("value:Q", title="accuracy", scale=scale))
@@ -113,7 +125,8 @@ def passkey_chart(cells: Sequence[Cell], label: str, *, original_context: int, m
     text = base.mark_text(fontSize=12).encode(
         text="text:N", color=alt.condition(dark, alt.value("white"), alt.value("#333"))
     )
-    title = _title(f"Passkey: {label}", [f"{model}, trained window {original_context} tokens; {n} trials a cell"])
+    about = [f"{model}, trained window {original_context} tokens; {n} trials a cell", *([protocol] if protocol else [])]
+    title = _title(f"Passkey: {label}", about)
     return alt.layer(cell, text).properties(width=alt.Step(72), height=alt.Step(40), title=title)
 
 

@@ -6,7 +6,7 @@ Absent means no row. A value that was not measured is never -1, 0 or NaN.
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class Row:
         factor, context: the stretch, and the window in tokens that it leads to.
         protocol: how the task was run; equal tasks under unequal protocols are not comparable.
         depth: of a passkey, as a fraction; None where there is none, or pooled over depths.
+        position: of a passkey on a grid of absolute positions, in tokens from the start; None elsewhere, or pooled.
     """
 
     method: str
@@ -37,6 +38,7 @@ class Row:
     protocol: str
     length: int
     depth: float | None
+    position: int | None = None
     metric: str
 
 
@@ -45,7 +47,8 @@ class Sample(Row):
     """One scored unit: a document at a length, or a passkey trial.
 
     Attributes:
-        unit: what was scored, unique within (fingerprint, task, protocol, length): a document's name, or "depth/trial".
+        unit: what was scored, unique within (fingerprint, task, protocol, length): a document's name, "depth/trial" or
+            "@position/trial".
         value: nats per token for documents, 1 or 0 for passkey.
         weight: the tokens scored in it; the windows, where the protocol counts those.
         data_hash: of the ids shown to the model, equal for every method.
@@ -71,6 +74,7 @@ class Cell(Row):
 
     Attributes:
         n: documents for perplexity, trials for passkey.
+        tokens, windows: scored in all documents, and the windows that they were seen through; None for passkey.
         ci_low, ci_high: 95 % interval: bootstrap over documents for perplexity, Wilson for passkey; None if n is 1.
         stage: "before" or "after" a fine-tune, else None.
         status: "ok", or "failed" with `reason`; a failed cell has no value.
@@ -88,6 +92,8 @@ class Cell(Row):
     reason: str | None
     versions: dict[str, str]
     commit: str | None
+    tokens: int | None = None
+    windows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,26 +159,54 @@ def write(path: Path, rows: Iterable[Cell | Contrast]) -> None:
     partial.replace(path)
 
 
+def shard_name(name: str, rank: int) -> str:
+    """Return what one of several processes calls its part of a file of samples."""
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}.part{rank}.{ending}"
+
+
+def _shards(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f"{path.stem}.part*{path.suffix}"))
+
+
+def merge_shards(path: Path) -> None:
+    """Append to a file what its shards hold and it does not, then remove the shards.
+
+    Stopped at any point, the next call finishes it: nothing is removed before it is on disk, and repetitions are not
+    appended.
+    """
+    shards = _shards(path)
+    if not shards:
+        return
+    whole = {sample.key() for sample in _samples([path])}
+    append(path, [sample for sample in _samples(shards) if sample.key() not in whole])
+    for shard in shards:
+        shard.unlink()
+
+
 def read_samples(path: Path) -> list[Sample]:
-    """Return the samples of a file in order, without repetitions; none if it does not exist.
+    """Return the samples of a file and of its shards in order, without repetitions; none if it does not exist.
 
     A torn line, which a killed run can leave, is skipped: its sample was not yet counted as done.
 
     Raises:
         EvalError: a whole line that is not a sample, so the file is something else.
     """
-    if not path.exists():
-        return []
+    return _samples([path, *_shards(path)])
+
+
+def _samples(paths: Sequence[Path]) -> list[Sample]:
     samples: dict[SampleKey, Sample] = {}
-    for number, row in _objects(path):
+    found = ((path, *each) for path in paths if path.exists() for each in _objects(path))
+    for source, number, row in found:
         if row.keys() >= _CHECKED and not _is_sound(row):
             raise EvalError(
-                f"rows: {path} line {number} holds values that no sample can have; remove the line to measure it again"
+                f"rows: {source} line {number} holds values that no sample can have; remove the line to measure again"
             )
         try:
             sample = Sample(**row)
         except TypeError as error:
-            raise EvalError(f"rows: {path} line {number} is not a sample: {error}") from error
+            raise EvalError(f"rows: {source} line {number} is not a sample: {error}") from error
         samples.setdefault(sample.key(), sample)
     return list(samples.values())
 

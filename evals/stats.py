@@ -90,7 +90,8 @@ class Unit(NamedTuple):
 class Difference(NamedTuple):
     """How much higher the first of two methods scored on the same units, with its 95 % interval, over n units.
 
-    `p_value` is two-sided: twice the share of resamples on the other side of 0.
+    `p_value` is two-sided: twice the share of resamples on the other side of 0, the sample itself counted as one more
+    (Davison & Hinkley 1997, section 4.2.3), so that it is never 0.
     """
 
     value: float
@@ -110,6 +111,7 @@ def paired_difference(
     second: Mapping[str, Unit],
     *,
     clusters: Mapping[str, str] | None = None,
+    span: float | None = None,
     seed: int = 0,
     num_resamples: int = 10_000,
 ) -> Difference:
@@ -122,6 +124,9 @@ def paired_difference(
         first, second: by unit (a document's name, a trial); weights must agree.
         clusters: unit -> what it shares with others (a document, a haystack); whole clusters are resampled. By
             default every unit is its own.
+        span: the largest that a difference can be, where there is a largest (1 for right or wrong). If all clusters
+            agree, resampling shows no spread however few they are; the interval then leaves room for what is seen in
+            none of n clusters (Wilson), times the span.
         seed: of the resampling; a second call gives the same interval.
 
     Source: Miller, Adding Error Bars to Evals (arXiv 2411.00640), sections 2.2 and 4.2, with the bootstrap in place of
@@ -150,8 +155,11 @@ def paired_difference(
     picks = np.random.default_rng(seed).integers(len(sums), size=(num_resamples, len(sums)))
     means = sums[picks].sum(axis=1) / sizes[picks].sum(axis=1)
     low, high = (float(q) for q in np.quantile(means, [0.025, 0.975]))
-    beyond = min(float((means <= 0).mean()), float((means >= 0).mean()))
-    return Difference(value, low, high, len(names), min(1.0, 2 * beyond))
+    if span is not None and (sums == sums[0] / sizes[0] * sizes).all():
+        unseen = span * (wilson(0, len(sums)).high or 0.0)
+        low, high = max(-span, value - unseen), min(span, value + unseen)
+    beyond = min(int((means <= 0).sum()), int((means >= 0).sum()))
+    return Difference(value, low, high, len(names), min(1.0, 2 * (beyond + 1) / (num_resamples + 1)))
 
 
 class EffectiveLength(NamedTuple):

@@ -6,21 +6,31 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import chain, takewhile
 from pathlib import Path
 
 from evals import rows, stats
+from evals.corpora import bos_id
 from evals.errors import EvalError
 from evals.rows import SampleKey
+from recipes.all_work import all_work
 from recipes.environment import commit, machine, versions
+from recipes.ranks import ALONE, gather, once
 from recipes.schema import CompareRecipe
 from recipes.setting import Setting
-from recipes.work import METRICS, Measure, Work, document_work, measures, passkey_work
+from recipes.work import METRICS, Cost, Measure, Subject, Work, measures
 from rope_ext.patch import Fingerprint, extend
 from rope_ext.plan import Method, hyperparameters, label
 
 SAMPLES, CELLS, DIFFERENCES, RUN = "samples.jsonl", "cells.jsonl", "differences.jsonl", "run.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Subject):
+    """A method, and what exactly was measured under its name."""
+
+    fingerprint: Fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +53,7 @@ class Comparison:
 
     def pooled(self, task: str, protocol: str | None = None) -> dict[tuple[str, int], rows.Cell]:
         """Return the cells of a task over all depths, by (fingerprint, length): of its first protocol, or of one."""
-        mine = [c for c in self.cells if c.task == task and c.depth is None]
+        mine = [c for c in self.cells if c.task == task and c.depth is None and c.position is None]
         protocol = protocol or next((c.protocol for c in mine), None)
         return {(c.fingerprint, c.length): c for c in mine if c.protocol == protocol}
 
@@ -71,31 +81,70 @@ class Comparison:
         return found
 
 
-def run_compare(setting: Setting, *, advance: Callable[[float, str], None] = lambda _cost, _what: None) -> Comparison:
+Advance = Callable[[Cost, str], None]
+Failures = dict[str, dict[Measure, str]]
+"""By fingerprint and column, why there is no number."""
+
+
+def run_compare(setting: Setting, *, advance: Advance = lambda _cost, _what: None) -> Comparison:
     """Measure what is not yet measured, write cells, and return the comparison.
 
     Args:
         setting: from `prepare`.
-        advance: called after each piece of work with its cost (see `total_cost`) and the method's name.
+        advance: called with the cost of what has been done (see `total_cost`) and the method's name.
 
-    Work that fails (out of memory, a loss that is not finite) makes its cells "failed" with the reason; the rest
-    goes on. Samples on disk count only if their tokens, weights and frequencies are the ones asked for now.
+    Work that fails (out of memory, a loss that is not finite) is tried again in smaller pieces; what fails then makes
+    its cells "failed" with the reason, and the rest goes on. Samples on disk count only if their tokens, weights and
+    frequencies are the ones asked for now. Of several processes each writes a shard of its own, and the first puts
+    them together: what comes out does not depend on how many there were.
     """
     started = time.monotonic()
-    recipe, out = setting.recipe, setting.out
+    out, ranks = setting.out, setting.ranks
     earlier = _earlier_legs(out / RUN)
-    leg: dict[str, object] = {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(setting.model.device),
-        "fingerprints": {},
-    }
+    subjects, ratios, failures = _measure(setting, started, earlier, advance)
+    together: Failures = {}
+    for some in gather(ranks, failures):
+        for digest, reasons in some.items():
+            together[digest] = together.get(digest, {}) | reasons
+    once(ranks, lambda: rows.merge_shards(out / SAMPLES))
     done = {sample.key(): sample for sample in rows.read_samples(out / SAMPLES)}
-    fingerprints: list[Fingerprint] = []
-    ratios: dict[str, list[float]] = {}
     cells: list[rows.Cell] = []
     scored: dict[str, list[rows.Sample]] = {}
+    for subject in subjects:
+        wanted = chain.from_iterable(work.keys for work in all_work(setting, subject, ALONE))
+        scored[subject.digest] = [done[key] for key in wanted if key in done]
+        cells += _cells(setting, subject.shared, scored[subject.digest], together.get(subject.digest, {}))
+    contrasts = tuple(_contrasts(setting, scored))
+    leg = _leg(setting, subjects, started)
+
+    def write() -> None:
+        rows.write(out / CELLS, cells)
+        rows.write(out / DIFFERENCES, contrasts)
+        _write_run(setting, earlier, leg, done=True)
+
+    once(ranks, write)
+    return Comparison(
+        out=out,
+        recipe=setting.recipe,
+        cells=tuple(cells),
+        contrasts=contrasts,
+        labels={s.digest: label(method) for method, s in zip(setting.methods, subjects, strict=True)},
+        original_context=setting.geometry.original_context,
+        ratios=ratios,
+        seconds=math.fsum(float(str(each["seconds"])) for each in [*earlier, leg]),
+    )
+
+
+def _measure(
+    setting: Setting, started: float, earlier: Sequence[dict[str, object]], advance: Advance
+) -> tuple[list[Measured], dict[str, list[float]], Failures]:
+    """Score this process's share of the work, method by method, every sample on disk as soon as it is known."""
+    recipe, ranks = setting.recipe, setting.ranks
+    done = {sample.key(): sample for sample in rows.read_samples(setting.out / SAMPLES)}
+    path = setting.out / (SAMPLES if ranks.world == 1 else rows.shard_name(SAMPLES, ranks.rank))
+    subjects: list[Measured] = []
+    ratios: dict[str, list[float]] = {}
+    failures: Failures = {}
     for method in setting.methods:
         with extend(
             setting.model,
@@ -105,51 +154,60 @@ def run_compare(setting: Setting, *, advance: Callable[[float, str], None] = lam
             original_context=recipe.original_context,
         ) as patch:
             fingerprint = patch.fingerprint
-            fingerprints.append(fingerprint)
-            leg["fingerprints"] = {fp.digest: fp.as_dict() for fp in fingerprints}
+            subject = Measured(
+                key=patch.frequency_key,
+                digest=fingerprint.digest,
+                shared=_coordinates(setting, method, fingerprint),
+                fingerprint=fingerprint,
+            )
+            subjects.append(subject)
             ratios[label(method)] = (patch.plan.inv_freq / setting.geometry.inv_freq).tolist()
-            wanted: list[SampleKey] = []
-            failures: dict[Measure, str] = {}
-            shared = _coordinates(setting, method, fingerprint)
-            pieces = (patch.frequency_key, fingerprint.digest, shared)
-            for work in chain(document_work(setting, *pieces), passkey_work(setting, *pieces)):
-                wanted += work.keys
-                _do(work, done, failures, out / SAMPLES)
-                advance(work.cost, label(method))
-            samples = [done[key] for key in wanted if key in done]
-            cells += _cells(setting, shared, samples, failures)
-            scored[fingerprint.digest] = samples
-        leg["seconds"] = round(time.monotonic() - started, 1)
-        _write_run(setting, earlier, leg, done=False)
-    rows.write(out / CELLS, cells)
-    contrasts = tuple(_contrasts(setting, scored))
-    rows.write(out / DIFFERENCES, contrasts)
-    _write_run(setting, earlier, leg, done=True)
-    return Comparison(
-        out=out,
-        recipe=recipe,
-        cells=tuple(cells),
-        contrasts=contrasts,
-        labels={fp.digest: label(method) for method, fp in zip(setting.methods, fingerprints, strict=True)},
-        original_context=setting.geometry.original_context,
-        ratios=ratios,
-        seconds=math.fsum(float(str(each["seconds"])) for each in [*earlier, leg]),
-    )
+            recorder = _Recorder(setting, label(method), path, done, advance)
+            for work in all_work(setting, subject, ranks):
+                recorder.do(work)
+            failures[subject.digest] = recorder.failures
+        if ranks.is_first:
+            _write_run(setting, earlier, _leg(setting, subjects, started), done=False)
+    return subjects, ratios, failures
 
 
-def _do(work: Work, done: dict[SampleKey, rows.Sample], failures: dict[Measure, str], path: Path) -> None:
-    """Score what is missing of a piece of work and put it on disk, or note why that failed."""
-    missing = {key for key in work.keys if key not in done}
-    if not missing:
-        return
-    try:
-        new = {sample.key(): sample for sample in work.score()}
-    except (EvalError, RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError in torch
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        failures |= dict.fromkeys(work.measures, reason)
-        return
-    rows.append(path, [new[key] for key in work.keys if key in missing])
-    done |= new
+class _Recorder:
+    """Does work under one method: samples to disk as they come, reasons where none came."""
+
+    def __init__(
+        self, setting: Setting, name: str, path: Path, done: dict[SampleKey, rows.Sample], advance: Advance
+    ) -> None:
+        self.setting, self.name, self.path, self.done, self.advance = setting, name, path, done, advance
+        self.failures: dict[Measure, str] = {}
+
+    def do(self, work: Work) -> None:
+        cost, told = work.cost(self.setting.model), 0.0
+        for share in self._shares(work):
+            self.advance(Cost().plus(cost, share), self.name)
+            told += share
+        self.advance(Cost().plus(cost, 1.0 - told), self.name)
+
+    def _shares(self, work: Work) -> Iterator[float]:
+        """Score what is missing of a piece of work, and yield how much of it each step was."""
+        missing = {key for key in work.keys if key not in self.done}
+        if not missing:
+            return
+        reason = ""
+        try:
+            for samples in work.score(missing):
+                new = [sample for sample in samples if sample.key() in missing]
+                rows.append(self.path, new)
+                self.done |= {sample.key(): sample for sample in new}
+                yield len(new) / len(work.keys)
+        except (EvalError, RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError in torch
+            reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        if not reason:
+            return
+        parts = work.parts()  # outside the handler, whose traceback would keep what filled the memory
+        for part in parts:
+            yield from (share * len(part.keys) / len(work.keys) for share in self._shares(part))
+        if not parts:
+            self.failures |= dict.fromkeys(work.measures, reason)
 
 
 def _coordinates(setting: Setting, method: Method, fingerprint: Fingerprint) -> dict[str, object]:
@@ -167,14 +225,15 @@ def _coordinates(setting: Setting, method: Method, fingerprint: Fingerprint) -> 
 def _cells(
     setting: Setting, shared: dict[str, object], samples: Sequence[rows.Sample], failures: dict[Measure, str]
 ) -> Iterator[rows.Cell]:
-    """Yield the cells of one method, measure by measure; passkey pooled over depths, and by depth."""
+    """Yield the cells of one method, measure by measure; passkeys pooled over places, and by depth or position."""
     shared = shared | {"stage": None, "versions": versions(), "commit": commit()}
-    for measure in measures(setting.recipe, setting.geometry.original_context):
+    for measure in measures(setting):
         mine = [s for s in samples if (s.task, s.protocol, s.length) == measure]
         reason = failures.get(measure)
-        depths = sorted({s.depth for s in mine if s.depth is not None})
-        for depth in (None, *depths):
-            chosen = [s for s in mine if depth is None or s.depth == depth]
+        places = {(s.depth, s.position) for s in mine}
+        pooled = (None, None)
+        for depth, position in (pooled, *sorted(places - {pooled}, key=lambda place: (place[0] or 0, place[1] or 0))):
+            chosen = [s for s in mine if (depth, position) in {pooled, (s.depth, s.position)}]
             if not chosen and not reason:
                 continue
             estimate, cell_reason = _estimate(measure.task, chosen, setting.recipe.seed, reason)
@@ -184,6 +243,7 @@ def _cells(
                 protocol=measure.protocol,
                 length=measure.length,
                 depth=depth,
+                position=position,
                 metric=METRICS[measure.task],
                 value=estimate.value if estimate else None,
                 ci_low=estimate.low if estimate else None,
@@ -192,7 +252,14 @@ def _cells(
                 data_hash=_hash_of([s.data_hash for s in sorted(chosen, key=lambda s: s.unit)]),
                 status="failed" if cell_reason else "ok",
                 reason=cell_reason,
+                tokens=_total(chosen, "tokens"),
+                windows=_total(chosen, "windows"),
             )
+
+
+def _total(samples: Sequence[rows.Sample], name: str) -> int | None:
+    counts = [sample.detail.get(name) for sample in samples]
+    return sum(count for count in counts if isinstance(count, int)) if None not in counts and counts else None
 
 
 def _estimate(
@@ -216,19 +283,14 @@ def _contrasts(setting: Setting, scored: dict[str, list[rows.Sample]]) -> Iterat
     first = recipe.baseline or ("unscaled" if "unscaled" in recipe.methods else recipe.methods[0])
     against = digests[recipe.methods.index(first)]
     for name, digest in zip(recipe.methods, digests, strict=True):
-        for measure in measures(recipe, setting.geometry.original_context) if digest != against else ():
+        for measure in measures(setting) if digest != against else ():
             ours, theirs = (
-                {s.unit: s for s in scored[d] if (s.task, s.protocol, s.length) == measure} for d in (digest, against)
+                [s for s in scored[each] if (s.task, s.protocol, s.length) == measure] for each in (digest, against)
             )
-            if not ours or ours.keys() != theirs.keys():
-                continue  # a failed cell on either side; the cells say why
-            # A passkey counts once, however many tokens its answer has
-            passkey = measure.task == "passkey"
-            units = [
-                {unit: stats.Unit(s.value, 1.0 if passkey else s.weight) for unit, s in side.items()}
-                for side in (ours, theirs)
-            ]
-            found = stats.paired_difference(units[0], units[1], seed=recipe.seed)
+            # A failed cell on either side leaves units without a partner; the cells say why
+            if not ours or {s.unit for s in ours} != {s.unit for s in theirs}:
+                continue
+            found = difference_of(ours, theirs, seed=recipe.seed)
             yield rows.Contrast(
                 method=name,
                 against=first,
@@ -237,7 +299,7 @@ def _contrasts(setting: Setting, scored: dict[str, list[rows.Sample]]) -> Iterat
                 task=measure.task,
                 protocol=measure.protocol,
                 length=measure.length,
-                metric="accuracy" if passkey else "nll",
+                metric="accuracy" if measure.task == "passkey" else "nll",
                 value=found.value,
                 ci_low=found.low,
                 ci_high=found.high,
@@ -245,8 +307,45 @@ def _contrasts(setting: Setting, scored: dict[str, list[rows.Sample]]) -> Iterat
                 n=found.n,
                 native=measure.length <= setting.geometry.original_context,
                 seed=recipe.seed,
-                data_hash=_hash_of([ours[unit].data_hash for unit in sorted(ours)]) or "",
+                data_hash=_hash_of([s.data_hash for s in sorted(ours, key=lambda s: s.unit)]) or "",
             )
+
+
+def difference_of(ours: Sequence[rows.Sample], theirs: Sequence[rows.Sample], *, seed: int) -> stats.Difference:
+    """Return how two sets of samples of one task, protocol and length differ, paired by unit.
+
+    Documents are resampled whole, and so are passkey trials that share a text; trials on repetitive filler differ in
+    their key alone, and each is resampled by itself.
+
+    Raises:
+        EvalError: they are not of the same units, or were shown other tokens: nothing can be said then.
+    """
+    of = [{s.unit: s for s in side} for side in (ours, theirs)]
+    unlike = sorted(unit for unit in of[0].keys() & of[1].keys() if of[0][unit].data_hash != of[1][unit].data_hash)
+    if unlike:
+        raise EvalError(
+            f"paired difference: {ours[0].method} and {theirs[0].method} saw different tokens ({unlike[0]!r} and "
+            f"{len(unlike) - 1} more); only numbers on the same tokens can be compared: measure both on the same data"
+        )
+    # A passkey counts once, however many tokens its answer has
+    units = [{u: stats.Unit(s.value, 1.0 if s.task == "passkey" else s.weight) for u, s in side.items()} for side in of]
+    haystacks = {unit: str(s.detail["haystack"]) for unit, s in of[0].items() if s.detail.get("haystack")}
+    span = 1.0 if ours[0].task == "passkey" else None
+    return stats.paired_difference(units[0], units[1], clusters=haystacks or None, span=span, seed=seed)
+
+
+def _leg(setting: Setting, subjects: Sequence[Measured], started: float) -> dict[str, object]:
+    """Return what is recorded of one go at a run."""
+    seconds = time.monotonic() - started
+    return {
+        "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(setting.model.device),
+        "processes": setting.ranks.world,
+        "fingerprints": {s.digest: s.fingerprint.as_dict() for s in subjects},
+        "seconds": round(seconds, 1),
+    }
 
 
 def _hash_of(hashes: Sequence[str]) -> str | None:
@@ -260,6 +359,7 @@ def _write_run(setting: Setting, earlier: Sequence[dict[str, object]], leg: dict
         "finished": done,
         "original_context": setting.geometry.original_context,
         "legs": [*earlier, leg],
+        "bos": bos_id(setting.tokenizer),
         "corpus": None
         if corpus is None
         else {

@@ -2,14 +2,14 @@
 
 from typing import NamedTuple
 
-import torch
 from rich import box
 from rich.table import Table
 
+from evals.nll import cache_bytes_per_token, itemsize_of
 from evals.perplexity import windows
+from recipes.all_work import total_cost
 from recipes.setting import Setting, forward_cost
-from recipes.work import Measure, measures, total_cost
-from rope_ext.hf import size_of_head
+from recipes.work import Cost, Measure, measures
 from rope_ext.inspection import in_bytes
 
 
@@ -19,16 +19,16 @@ class Forecast(NamedTuple):
     Attributes:
         units: by column, the scored units of one method: documents, or passkey trials.
         num_methods: over which they are measured.
-        operations, unshared_operations: floating-point operations of the whole run as it will be done, and if every
-            length had a forward of its own and every passkey prompt were run whole.
+        cost, unshared: of the whole run as it will be done, and if every length had a forward of its own and every
+            passkey prompt were run whole.
         cache_bytes: of the keys and values of the longest sequence, which chunking does not shorten.
         memory_budget: for activations and logits besides.
     """
 
     units: dict[Measure, int]
     num_methods: int
-    operations: float
-    unshared_operations: float
+    cost: Cost
+    unshared: Cost
     cache_bytes: int
     memory_budget: int
 
@@ -37,19 +37,24 @@ class Forecast(NamedTuple):
         return {
             "cells": [{**measure._asdict(), "units": units} for measure, units in self.units.items()],
             "methods": self.num_methods,
-            "operations": self.operations,
-            "unshared_operations": self.unshared_operations,
+            "tokens": self.cost.tokens,
+            "unshared_tokens": self.unshared.tokens,
+            "operations": self.cost.operations,
+            "unshared_operations": self.unshared.operations,
             "cache_bytes": self.cache_bytes,
             "memory_budget": self.memory_budget,
         }
 
     def summary(self) -> str:
         """Return the totals in one line."""
-        saved = self.unshared_operations / self.operations
-        work = f"{self.operations:.3g} floating-point operations, {saved:.1f} times fewer than without sharing"
+        tokens, operations = self.unshared.tokens / self.cost.tokens, self.unshared.operations / self.cost.operations
+        work = (
+            f"{self.cost.tokens:,.0f} tokens (without sharing {self.unshared.tokens:,.0f}, {tokens:.1f} times), "
+            f"{self.cost.operations:.3g} floating-point operations ({operations:.1f} times)"
+        )
         cache = f"{in_bytes(self.cache_bytes)} of keys and values for the longest sequence"
         memory = f"{cache}, {in_bytes(self.memory_budget)} for activations and logits"
-        return f"{self.num_methods} methods, {work}; memory besides the weights: {memory}"
+        return f"{self.num_methods} methods: {work}; memory besides the weights: {memory}"
 
     def table(self) -> Table:
         """Return one row a column of results."""
@@ -63,35 +68,35 @@ class Forecast(NamedTuple):
 
 def forecast(setting: Setting) -> Forecast:
     """Return what a comparison would measure and cost."""
-    recipe, config = setting.recipe, setting.model.config
+    recipe, model = setting.recipe, setting.model
     documents = len(setting.corpus.documents) if setting.corpus else 0
-    columns = measures(recipe, setting.geometry.original_context)
-    units = {m: len(setting.prompts[m.length]) if m.task == "passkey" else documents for m in columns}
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    itemsize = torch.empty(0, dtype=setting.model.dtype).element_size()
-    numbers = 2 * int(config.num_hidden_layers) * kv_heads * size_of_head(config)
+    units: dict[Measure, int] = {}
+    for measure in measures(setting):
+        prompts = setting.prompts.get(measure.protocol, []) if measure.task == "passkey" else []
+        units[measure] = sum(p.length == measure.length for p in prompts) if prompts else documents
+    longest = max([*recipe.lengths, *(p.length for some in setting.prompts.values() for p in some)])
     return Forecast(
         units=units,
         num_methods=len(setting.methods),
-        operations=total_cost(setting),
-        unshared_operations=len(setting.methods) * _unshared_cost(setting, columns),
-        cache_bytes=numbers * itemsize * max(recipe.lengths),
+        cost=total_cost(setting),
+        unshared=Cost().plus(_unshared_cost(setting, list(units)), len(setting.methods)),
+        cache_bytes=cache_bytes_per_token(model.config, itemsize_of(model)) * longest,
         memory_budget=recipe.memory_budget,
     )
 
 
-def _unshared_cost(setting: Setting, columns: list[Measure]) -> float:
-    """Return the operations of one method with a forward for every number that is asked for."""
-    model, total = setting.model, 0.0
+def _unshared_cost(setting: Setting, columns: list[Measure]) -> Cost:
+    """Return the work of one method with a forward for every number that is asked for."""
+    lengths: list[int] = []
     for document in setting.corpus.documents if setting.corpus else ():
         for measure in columns:
             if measure.protocol.startswith(("sliding", "yarn-legacy")):
                 bos = setting.corpus.bos if setting.corpus else None
                 moved = windows(document, measure.length, stride=setting.recipe.perplexity.stride, bos=bos)
-                total += sum(forward_cost(model, len(window.ids)) for window in moved)
+                lengths += [len(window.ids) for window in moved]
             elif measure.task == "long-context-gain":
-                total += forward_cost(model, measure.length) + forward_cost(model, setting.geometry.original_context)
+                lengths += [measure.length, setting.geometry.original_context]
             elif measure.task != "passkey":
-                total += forward_cost(model, measure.length)
-    prompts = (prompt for group in setting.prompts.values() for prompt in group)
-    return total + sum(forward_cost(model, prompt.length) for prompt in prompts)
+                lengths.append(measure.length)
+    lengths += [len(prompt.ids) for some in setting.prompts.values() for prompt in some]
+    return Cost(sum(lengths), sum(forward_cost(setting.model, length) for length in lengths))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from itertools import product
 from pathlib import Path
 
 from rich import box
@@ -89,7 +90,10 @@ def _caption(comparison: Comparison) -> str:
             parts.append(
                 f"{short}: passkeys found, {n} trials; effective length: {_threshold(comparison)} there and below."
             )
-    return "\n".join([*parts, f"Intervals: {comparison.out / REPORT}"])
+    others = {c.protocol for c in comparison.cells if c.task in {"perplexity", "passkey"}}
+    others -= {c.protocol for task, _ in _tasks(comparison) for c in comparison.pooled(task).values()}
+    also = f", and {', '.join(sorted(others))}" if others else ""
+    return "\n".join([*parts, f"Intervals{also}: {comparison.out / REPORT}"])
 
 
 def write_pictures(comparison: Comparison) -> list[Path]:
@@ -111,11 +115,14 @@ def write_pictures(comparison: Comparison) -> list[Path]:
             curve, comparison.labels, original_context=original, model=recipe.model, protocol=words
         )
         save(chart, "perplexity.png")
-    for fingerprint, label in comparison.labels.items():
-        mine = [c for c in ok if c.task == "passkey" and c.depth is not None and c.fingerprint == fingerprint]
+    by_place = [c for c in ok if c.task == "passkey" and (c.depth, c.position) != (None, None)]
+    protocols = dict.fromkeys(c.protocol for c in by_place)
+    for (fingerprint, label), protocol in product(comparison.labels.items(), protocols):
+        mine = [c for c in by_place if (c.fingerprint, c.protocol) == (fingerprint, protocol)]
         if mine:
-            chart = plots.passkey_chart(mine, label, original_context=original, model=recipe.model)
-            name = f"passkey_{file_name(label)}"
+            words = protocol_in_words(protocol)
+            chart = plots.passkey_chart(mine, label, original_context=original, model=recipe.model, protocol=words)
+            name = f"passkey_{file_name(label)}" + ("" if len(protocols) == 1 else f"_{protocol}")
             taken = sum(path.stem.rpartition("~")[0] == name or path.stem == name for path in written)
             save(chart, f"{name}~{taken + 1}.png" if taken else f"{name}.png")  # two spellings may give one name
     save(plots.frequencies_chart(comparison.ratios, context=context, model=recipe.model), "frequencies.png")
@@ -141,10 +148,12 @@ def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
         named = ", ".join(f"{name} {version}" for name, version in leg["versions"].items())
         lines.append(f"- {leg['started']}: commit {leg['commit'] or 'unknown'}, {leg['machine']}; {named}")
     lines.append("")
+    lines += _native_markdown(comparison)
     columns = dict.fromkeys((cell.task, cell.protocol) for cell in comparison.cells)
     for task, protocol in columns:
         title = f"{TITLES[task]} ({protocol_in_words(protocol)})"
         lines += [f"## {title}", "", *_markdown(comparison, comparison.pooled(task, protocol)), ""]
+        lines += _scored_markdown(comparison, task, protocol)
         lines += _contrasts_markdown(comparison, task, protocol)
     effective = comparison.effective_lengths()
     if effective:
@@ -167,6 +176,38 @@ def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
     path = comparison.out / REPORT
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def _native_markdown(comparison: Comparison) -> list[str]:
+    """Return what each method costs at the longest length within the original window, or that nothing says so."""
+    head = ["## At the native length", ""]
+    names = {"perplexity": "percent more perplexity", "passkey": "share of passkeys"}
+    firsts = [(c.task, c.protocol) for task in names for c in [*comparison.pooled(task).values()][:1]]
+    native = [c for c in comparison.contrasts if c.native and (c.task, c.protocol) in firsts]
+    if not native:
+        within = f"at most {comparison.original_context} tokens"
+        return [*head, f"Not measured against a baseline: it takes two methods, and a length of {within}.", ""]
+    longest = max(contrast.length for contrast in native)
+    at_longest = [contrast for contrast in native if contrast.length == longest]
+    shown = [task for task in names if any(c.task == task for c in at_longest)]
+    lines = [f"| {longest} tokens, against {native[0].against} | " + " | ".join(names[task] for task in shown) + " |"]
+    lines.append("|---" + "|---:" * len(shown) + "|")
+    at = {(c.fingerprint, c.task): c for c in at_longest}
+    for fingerprint, label in comparison.labels.items():
+        row = [_difference(at.get((fingerprint, task))) for task in shown]
+        if any(row):
+            lines.append(f"| {label} | " + " | ".join(row) + " |")
+    return [*head, *lines, ""]
+
+
+def _scored_markdown(comparison: Comparison, task: str, protocol: str) -> list[str]:
+    """Return how much the numbers of a protocol stand for."""
+    cells = [c for c in comparison.pooled(task, protocol).values() if c.tokens is not None and c.windows is not None]
+    if not cells:
+        return []
+    of_one = sorted((c for c in cells if c.fingerprint == cells[0].fingerprint), key=lambda c: c.length)
+    told = "; ".join(f"{c.tokens} tokens in {c.windows} windows at {c.length}" for c in of_one)
+    return [f"Scored under each method, in {of_one[0].n} documents: {told}.", ""]
 
 
 def _contrasts_markdown(comparison: Comparison, task: str, protocol: str) -> list[str]:
@@ -204,12 +245,30 @@ TITLES = {
     "perplexity": "Perplexity",
     "nll-by-position": "Nats per token by position, up to L from the length before",
     "long-context-gain": "What the context beyond the original window gives, nats per token (below 0 is a gain)",
-    "passkey": "Passkey accuracy, all depths",
+    "passkey": "Passkey accuracy",
+}
+
+
+VARIANT_WORDS = {
+    "classic": "repetitive filler",
+    "text": "real text",
+    "distractors": "three lines of the same form besides",
+    "multi-key": "four keys, one asked for",
+    "multi-query": "four keys, two asked for",
+    "uuid": "a key of 32 hexadecimal digits",
+    "needle": "a sentence in real text, asked for in other words",
+    "no-needle": "control without the key: what is found is a false positive",
+    "needle-only": "control without filler: what is missed is not the context's fault",
 }
 
 
 def protocol_in_words(protocol: str) -> str:
     """Return what a protocol's name stands for, its own numbers included."""
+    variant = protocol.removesuffix("-generate").removesuffix("-absolute")
+    if variant in VARIANT_WORDS:
+        place = "" if variant in {"no-needle", "needle-only"} else ", all depths"
+        place = ", absolute positions" if "-absolute" in protocol else place
+        return VARIANT_WORDS[variant] + place + (", decoded" if protocol.endswith("-generate") else "")
     name, _, number = protocol.rpartition("-")
     words = {
         "last": f"the last {number} of the first L tokens",
@@ -217,12 +276,12 @@ def protocol_in_words(protocol: str) -> str:
         "yarn-legacy": f"windows of L tokens moved by {number}, unweighted mean of their means",
         "gain": f"the last {number} tokens at L, against the same with the original window",
     }
-    whole = {"prefix": "the first L tokens", "by-position": "one forward", "classic": "repetitive filler"}
+    whole = {"prefix": "the first L tokens", "by-position": "one forward"}
     return whole.get(protocol) or words[name]
 
 
 def _markdown(comparison: Comparison, cells: dict[tuple[str, int], Cell]) -> list[str]:
-    lengths = comparison.recipe.lengths
+    lengths = sorted({length for _, length in cells})
     lines = ["| method | " + " | ".join(str(length) for length in lengths) + " | n |"]
     lines.append("|---" + "|---:" * (len(lengths) + 1) + "|")
     for fingerprint, label in comparison.labels.items():

@@ -7,6 +7,9 @@ from pydantic import ConfigDict, Field
 
 _STRICT = ConfigDict(extra="forbid")
 Fraction = Annotated[float, Field(ge=0, le=1)]
+VariantName = Literal[
+    "classic", "text", "distractors", "multi-key", "multi-query", "uuid", "needle", "no-needle", "needle-only"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +34,29 @@ class PerplexityTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PasskeyTask:
-    """Retrieval of a five-digit key; `trials` at each depth and length, 0 measures none.
+    """Retrieval of a hidden value; see evals.variants for the tasks.
 
-    `threshold` is the accuracy that the effective length asks for, at it and at every shorter length: 0.2 is Position
-    Interpolation's, 0.85 NoLiMa's, 0.856 RULER's. `share` computes what the prompts of one depth begin with once, and
-    gives the same scores.
+    Attributes:
+        variants: the first one is what the table and the effective length are of.
+        grid: "relative" hides the needle at `depths`, fractions of each length, as published; "absolute" after
+            `positions` tokens, wherever they fit, so that position and distance to the question vary apart.
+        positions: by default eight evenly spaced ones up to the longest length.
+        trials: at each depth or position and length; 0 measures none.
+        threshold: the accuracy that the effective length asks for, at it and at every shorter length: 0.2 is Position
+            Interpolation's, 0.85 NoLiMa's, 0.856 RULER's.
+        generate: decode for real instead of scoring the known answer in one forward.
+        share: compute what several prompts begin with once; it changes no score.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
+    variants: tuple[VariantName, ...] = ("classic",)
+    grid: Literal["relative", "absolute"] = "relative"
     depths: tuple[Fraction, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    positions: tuple[Annotated[int, Field(ge=0)], ...] = ()
     trials: Annotated[int, Field(ge=0)] = 5
     threshold: Fraction = 0.85
+    generate: bool = False
     share: bool = True
 
 

@@ -9,32 +9,36 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from recipes.all_work import total_cost
 from recipes.compare import Comparison, run_compare
 from recipes.load import RecipeError
 from recipes.present import table, write_pictures, write_report
+from recipes.ranks import ALONE, Ranks, once
 from recipes.schema import CompareRecipe
 from recipes.setting import Setting, prepare
-from recipes.work import total_cost
+from recipes.work import Cost
 
 
 class StoppedError(Exception):
     """The user stopped a run; the text says how to go on with it."""
 
 
-def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool) -> Comparison:
+def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool, ranks: Ranks = ALONE) -> Comparison:
     """Run a comparison under a progress bar on stderr, and write its pictures and its report.
+
+    Of several processes the first writes, and holds the lock.
 
     Raises:
         RopeExtError, EvalError: bad input, before anything was written.
         StoppedError: interrupted from the keyboard; what was measured is on disk.
     """
-    setting = prepare(recipe, out, resume=resume)
+    setting = prepare(recipe, out, resume=resume, ranks=ranks)
     again = f"go on with: rope-ext compare --resume --out {setting.out}"
     with ExitStack() as stack:
-        _lock(setting.out, stack)
+        once(ranks, lambda: _lock(setting.out, stack))
         try:
             comparison = _run_under_bar(setting)
-            write_report(comparison, write_pictures(comparison))
+            once(ranks, lambda: write_report(comparison, write_pictures(comparison)))
         except KeyboardInterrupt:
             raise StoppedError(f"stopped; {again}") from None
         except OSError as error:
@@ -61,18 +65,32 @@ def _run_under_bar(setting: Setting) -> Comparison:
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
+        TextColumn("{task.fields[tokens]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
     )
     # One forward of a real model takes minutes; rich's default would have forgotten it before the next.
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=24 * 3600.0) as progress:
-        bar = progress.add_task("compare", total=total_cost(setting))
+    total = total_cost(setting)
+    # Of several processes the first shows its own share, which is like the others'
+    console = Console(stderr=True, quiet=not setting.ranks.is_first)
+    with Progress(*columns, console=console, speed_estimate_period=24 * 3600.0) as progress:
+        bar = progress.add_task("compare", total=total.operations, tokens=_tokens(0.0, total))
+        done = Cost()
 
-        def advance(cost: float, what: str) -> None:
-            progress.update(bar, advance=cost, description=what)
+        def advance(cost: Cost, what: str) -> None:
+            nonlocal done
+            done = done.plus(cost)
+            tokens = _tokens(done.tokens, total)
+            progress.update(bar, advance=cost.operations, description=what, tokens=tokens)
 
         return run_compare(setting, advance=advance)
+
+
+def _tokens(done: float, total: Cost) -> str:
+    """Return how many tokens have been computed of how many, in thousands or millions."""
+    unit, name = (1e6, "M") if total.tokens >= 1e6 else (1e3, "k")
+    return f"{done / unit:.1f}/{total.tokens / unit:.1f}{name} tokens"
 
 
 def show(comparison: Comparison) -> None:

@@ -4,27 +4,33 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from evals import corpora, passkey
+from evals import corpora
 from evals.corpora import Corpus
 from evals.hub import PREFIX
-from evals.passkey import PasskeyPrompt
+from evals.variants import VARIANTS
 from recipes import data
 from recipes.load import RecipeError, make_recipe, read_recipe, write_recipe
+from recipes.prompts import Prompts, make_prompts
+from recipes.ranks import ALONE, Ranks, everywhere, once
 from recipes.schema import CompareRecipe
 from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import load_model, read_geometry, resolve_context, size_of_head
 from rope_ext.patch import extend
-from rope_ext.plan import Method
+from rope_ext.plan import Method, spell
 from rope_ext.registry import parse_method
 
 RECIPE = "recipe.yaml"
 MODELS = ("tiny", "smollm2")
+NUM_HAYSTACKS = 64
+"""The fewest documents of a stream that texts to hide needles in are made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +44,22 @@ class Setting:
     geometry: RopeGeometry
     methods: tuple[Method, ...]
     corpus: Corpus | None
-    prompts: dict[int, list[PasskeyPrompt]]
+    prompts: Prompts
+    ranks: Ranks = ALONE
 
 
-def prepare(recipe: CompareRecipe, out: Path | None, *, resume: bool = False) -> Setting:
+def prepare(recipe: CompareRecipe, out: Path | None, *, resume: bool = False, ranks: Ranks = ALONE) -> Setting:
     """Load and check everything, then make the run's folder.
+
+    Args:
+        ranks: of several processes, the first makes the folder and all use it.
 
     Raises:
         RopeExtError, EvalError: any bad input; nothing was written then.
     """
-    setting = load_setting(recipe)
-    return replace(setting, out=_open_run(setting.recipe, out, resume=resume))
+    setting = everywhere(ranks, lambda: load_setting(recipe))
+    made = once(ranks, lambda: _open_run(setting.recipe, out, resume=resume))
+    return replace(setting, out=made, ranks=ranks)
 
 
 def load_setting(recipe: CompareRecipe) -> Setting:
@@ -58,7 +69,7 @@ def load_setting(recipe: CompareRecipe) -> Setting:
         RopeExtError, EvalError: any bad input.
     """
     methods = tuple(parse_method(text) for text in recipe.methods)
-    if not recipe.perplexity.documents and not (recipe.passkey.trials and recipe.passkey.depths):
+    if not recipe.perplexity.documents and not _asks_passkeys(recipe):
         raise RecipeError("recipe: nothing to measure; ask for perplexity.documents or passkey.trials above 0")
     model, tokenizer = load_model(recipe.model)
     geometry = read_geometry(model.config, base=recipe.base, original_context=recipe.original_context)
@@ -67,9 +78,7 @@ def load_setting(recipe: CompareRecipe) -> Setting:
     lengths = recipe.lengths or default_lengths(geometry.original_context, context)
     _check_protocols(recipe, min(lengths), geometry.original_context)
     for method in methods:
-        extend(
-            model, method, context=context, base=recipe.base, original_context=recipe.original_context
-        ).undo()  # refuses now what it would refuse in between
+        _check_method(model, method, context, recipe)
     recipe = replace(
         recipe,
         context=context,
@@ -78,9 +87,12 @@ def load_setting(recipe: CompareRecipe) -> Setting:
         data=_absolute(recipe.data, data.NAMES),
     )
 
-    corpus = None
-    if recipe.perplexity.documents:
+    on_text = any(VARIANTS[name].on_text for name in recipe.passkey.variants) and recipe.passkey.trials > 0
+    corpus: Corpus | None = None
+    haystacks: list[corpora.Document] = []
+    if recipe.perplexity.documents or on_text:
         recipe = replace(recipe, data=data.pinned(recipe.data))
+    if recipe.perplexity.documents:
         documents, in_order = data.open_data(recipe.data)
         corpus = corpora.tokenise(
             documents,
@@ -90,16 +102,10 @@ def load_setting(recipe: CompareRecipe) -> Setting:
             num_documents=recipe.perplexity.documents,
             in_order=in_order,
         )
-    prompts: dict[int, list[PasskeyPrompt]] = {}
-    if recipe.passkey.trials:
-        for length in recipe.lengths:
-            prompts[length] = passkey.build_trials(
-                tokenizer,
-                length=length,
-                depths=recipe.passkey.depths,
-                num_trials=recipe.passkey.trials,
-                seed=recipe.seed,
-            )
+    if on_text:
+        documents, in_order = data.open_data(recipe.data)
+        haystacks = [*islice(documents, max(recipe.passkey.trials, NUM_HAYSTACKS) if in_order else None)]
+    prompts = make_prompts(recipe.passkey, tokenizer, lengths=recipe.lengths, documents=haystacks, seed=recipe.seed)
     _check_vocabulary(model, corpus, prompts)
     return Setting(
         recipe=recipe,
@@ -111,6 +117,18 @@ def load_setting(recipe: CompareRecipe) -> Setting:
         corpus=corpus,
         prompts=prompts,
     )
+
+
+def _check_method(model: PreTrainedModel, method: Method, context: int, recipe: CompareRecipe) -> None:
+    """Refuse now what would be refused in between, and a method that does nothing under its name."""
+    with extend(model, method, context=context, base=recipe.base, original_context=recipe.original_context) as patch:
+        geometry, plan = patch.geometry, patch.plan
+        idle = plan.attention_scale == 1 and torch.equal(plan.inv_freq, geometry.inv_freq)
+        if idle and method.name != "unscaled" and context > geometry.original_context:
+            raise RecipeError(
+                f"methods: {spell(method)} leaves every frequency as it was, so that its numbers would be those of "
+                "unscaled; change its hyper-parameters, or leave it out"
+            )
 
 
 def _check_protocols(recipe: CompareRecipe, shortest: int, original: int) -> None:
@@ -129,7 +147,13 @@ def _check_protocols(recipe: CompareRecipe, shortest: int, original: int) -> Non
         )
 
 
-def _check_vocabulary(model: PreTrainedModel, corpus: Corpus | None, prompts: dict[int, list[PasskeyPrompt]]) -> None:
+def _asks_passkeys(recipe: CompareRecipe) -> bool:
+    asked = recipe.passkey
+    placeless = any(not VARIANTS[name].has_place for name in asked.variants)
+    return bool(asked.trials and asked.variants and (asked.depths or asked.grid == "absolute" or placeless))
+
+
+def _check_vocabulary(model: PreTrainedModel, corpus: Corpus | None, prompts: Prompts) -> None:
     rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     largest = max((max(d.ids) for d in corpus.documents), default=0) if corpus else 0
     largest = max([largest, *(max(p.ids) for group in prompts.values() for p in group)])

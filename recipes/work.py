@@ -1,17 +1,14 @@
 """What a comparison has to score under one method, cut into pieces that are each on disk before the next begins."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import NamedTuple
 
-import torch
 from transformers import PreTrainedModel
 
-from evals import corpora, passkey, rows
+from evals import corpora, rows
 from evals.corpora import TokenDocument
-from evals.passkey import PasskeyPrompt, answer_lengths, shared_tokens
 from evals.perplexity import (
     Scored,
     by_position,
@@ -23,13 +20,11 @@ from evals.perplexity import (
     windows,
 )
 from evals.rows import SampleKey
+from recipes.ranks import Ranks
 from recipes.schema import CompareRecipe
 from recipes.setting import Setting, forward_cost
-from rope_ext.plan import Method
 
-TOKENS_PER_FORWARD = 16_384
 FROM_ONE_FORWARD = ("prefix", "last-k", "by-position")
-PASSKEY = "classic"
 FrequencyKey = Callable[[int], Hashable]
 
 
@@ -50,27 +45,54 @@ METRICS = {
 """The metric of each task's cells."""
 
 
+Stretch = tuple[int, int]
+"""Tokens from start to end of a sequence, computed over the keys and values of what is before them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is scored in one go: a document, or a batch of passkey prompts of one length.
+    """What is scored in one go: a document, or the passkey prompts of one variant.
 
-    `keys` are the samples that `score` returns, known before it runs; `cost` is the floating-point operations it takes.
+    Attributes:
+        keys: of the samples that `score` returns, known before it runs.
+        stretches: the tokens that it computes, worked out when asked.
+        score: from the keys that are still missing to samples, handed over as they become known.
+        parts: the same work in smaller pieces, each with fewer measures, for when the whole has failed; or nothing.
     """
 
     measures: tuple[Measure, ...]
     keys: tuple[SampleKey, ...]
-    cost: float
-    score: Callable[[], list[rows.Sample]]
+    stretches: Callable[[], Iterable[Stretch]]
+    score: Callable[[set[SampleKey]], Iterator[list[rows.Sample]]]
+    parts: Callable[[], list["Work"]]
+
+    def cost(self, model: PreTrainedModel) -> "Cost":
+        """Return the tokens that are computed, and the floating-point operations."""
+        stretches = list(self.stretches())
+        operations = sum(forward_cost(model, end) - forward_cost(model, start) for start, end in stretches)
+        return Cost(sum(end - start for start, end in stretches), operations)
 
 
-def measures(recipe: CompareRecipe, original: int) -> list[Measure]:
+class Cost(NamedTuple):
+    """What work takes."""
+
+    tokens: float = 0.0
+    operations: float = 0.0
+
+    def plus(self, other: "Cost", times: float = 1.0) -> "Cost":
+        """Return both together, the other one so many times."""
+        return Cost(self.tokens + times * other.tokens, self.operations + times * other.operations)
+
+
+def measures(setting: Setting) -> list[Measure]:
     """Return every column of a run, in the order in which tables show them: protocols as asked, lengths rising."""
+    recipe, original = setting.recipe, setting.geometry.original_context
     found: list[Measure] = []
     if recipe.perplexity.documents:
         for protocol in recipe.perplexity.protocols:
             found += [_measure(recipe, protocol, n) for n in recipe.lengths if protocol != "gain" or n > original]
-    if recipe.passkey.trials:
-        found += [Measure("passkey", PASSKEY, length) for length in recipe.lengths]
+    for protocol, prompts in setting.prompts.items():
+        found += [Measure("passkey", protocol, length) for length in sorted({prompt.length for prompt in prompts})]
     return found
 
 
@@ -87,48 +109,78 @@ def _measure(recipe: CompareRecipe, protocol: str, length: int) -> Measure:
     }[protocol]
 
 
-def document_work(setting: Setting, key: FrequencyKey, digest: str, shared: dict[str, object]) -> Iterator[Work]:
-    """Yield the work on documents under one method.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The method that work is done under.
 
-    Args:
-        key: the method's frequency key.
+    Attributes:
+        key: its frequency key.
         digest: of its fingerprint.
         shared: the fields that all its samples have in common.
     """
+
+    key: FrequencyKey
+    digest: str
+    shared: dict[str, object]
+
+
+def document_work(setting: Setting, subject: Subject, ranks: Ranks) -> Iterator[Work]:
+    """Yield this process's share of the work on documents under one method, the longest windows of each first."""
     recipe, asked = setting.recipe, setting.recipe.perplexity
     together = [p for p in asked.protocols if p in FROM_ONE_FORWARD]
     sliding = [p for p in asked.protocols if p in {"sliding", "yarn-legacy"}]
-    for document in setting.corpus.documents if setting.corpus else ():
-        wanted = [_measure(recipe, p, n) for p in together for n in recipe.lengths]
-        if wanted:
-            scored = partial(_score_together, setting, document, together, key)
-            yield _work(document, wanted, scored, document_cost(setting.model, recipe.lengths, key), digest, shared)
-        for length in recipe.lengths if sliding else ():
-            wanted = [_measure(recipe, p, length) for p in sliding]
-            scored = partial(_score_sliding, setting, document, sliding, length, key)
-            yield _work(document, wanted, scored, sliding_cost(setting, document, length), digest, shared)
-        for length in recipe.lengths if "gain" in asked.protocols else ():
-            original = setting.geometry.original_context
-            if length > original:
-                scored = partial(_score_gain, setting, document, length, key)
-                cost = forward_cost(setting.model, length) + forward_cost(setting.model, original)
-                yield _work(document, [_measure(recipe, "gain", length)], scored, cost, digest, shared)
+    original = setting.geometry.original_context
+    for document in ranks.mine(setting.corpus.documents) if setting.corpus else ():
+        if together:
+            yield _together(setting, document, together, recipe.lengths, subject)
+        for length in sorted(recipe.lengths, reverse=True):
+            if sliding and setting.corpus:
+                scored = partial(_score_sliding, setting, document, sliding, length, subject.key)
+                wanted = [_measure(recipe, p, length) for p in sliding]
+                moved = windows(
+                    document, length, stride=asked.stride, bos=setting.corpus.bos if setting.corpus else None
+                )
+                yield _work(document, wanted, scored, [(0, len(window.ids)) for window in moved], subject)
+            if "gain" in asked.protocols and length > original:
+                scored = partial(_score_gain, setting, document, length, subject.key)
+                yield _work(document, [_measure(recipe, "gain", length)], scored, [(0, length), (0, original)], subject)
+
+
+def _together(
+    setting: Setting, document: TokenDocument, protocols: Sequence[str], lengths: Sequence[int], subject: Subject
+) -> Work:
+    """Return the protocols that one forward over the longest length gives; its parts have one for each length."""
+    needed = lengths if "by-position" not in protocols else setting.recipe.lengths
+    stretches = [(0, longest) for longest, _ in group_lengths(needed, subject.key)]
+    wanted = [_measure(setting.recipe, p, n) for p in protocols for n in lengths]
+    scored = partial(_score_together, setting, document, protocols, lengths, subject.key)
+
+    def parts() -> list[Work]:
+        if len(lengths) == 1 or len(protocols) + len(lengths) == 2:
+            return []
+        own = [p for p in protocols if p != "by-position"]
+        smaller = [_together(setting, document, own, (n,), subject) for n in sorted(lengths, reverse=True) if own]
+        if own and len(own) < len(protocols):
+            smaller.append(_together(setting, document, ["by-position"], lengths, subject))
+        return smaller
+
+    return _work(document, wanted, scored, stretches, subject, parts)
 
 
 def _work(
     document: TokenDocument,
     wanted: Sequence[Measure],
     score: Callable[[], dict[Measure, Scored]],
-    cost: float,
-    digest: str,
-    shared: dict[str, object],
+    stretches: Sequence[Stretch],
+    subject: Subject,
+    parts: Callable[[], list[Work]] = list,
 ) -> Work:
     hashes = {measure: _hash(document, measure) for measure in wanted}
 
-    def samples() -> list[rows.Sample]:
-        return [
+    def samples(_missing: set[SampleKey]) -> Iterator[list[rows.Sample]]:
+        yield [
             rows.Sample(
-                **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
+                **subject.shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
                 task=measure.task,
                 protocol=measure.protocol,
                 length=measure.length,
@@ -144,8 +196,8 @@ def _work(
             for measure, found in score().items()
         ]
 
-    keys = tuple((digest, m.task, m.protocol, m.length, document.name, hashes[m]) for m in wanted)
-    return Work(measures=tuple(wanted), keys=keys, cost=cost, score=samples)
+    keys = tuple((subject.digest, m.task, m.protocol, m.length, document.name, hashes[m]) for m in wanted)
+    return Work(measures=tuple(wanted), keys=keys, stretches=lambda: stretches, score=samples, parts=parts)
 
 
 def _hash(document: TokenDocument, measure: Measure) -> str:
@@ -155,19 +207,20 @@ def _hash(document: TokenDocument, measure: Measure) -> str:
 
 
 def _score_together(
-    setting: Setting, document: TokenDocument, protocols: Sequence[str], key: FrequencyKey
+    setting: Setting, document: TokenDocument, protocols: Sequence[str], lengths: Sequence[int], key: FrequencyKey
 ) -> dict[Measure, Scored]:
     recipe = setting.recipe
-    nll = nll_by_length(setting.model, document, recipe.lengths, frequency_key=key, memory_budget=recipe.memory_budget)
+    needed = lengths if "by-position" not in protocols else recipe.lengths
+    nll = nll_by_length(setting.model, document, needed, frequency_key=key, memory_budget=recipe.memory_budget)
     found: dict[Measure, Scored] = {}
     for protocol in protocols:
         if protocol == "by-position":
-            buckets = by_position(nll[max(recipe.lengths)], (0, *recipe.lengths))
-            found |= {_measure(recipe, protocol, end): scored for end, scored in buckets.items()}
+            buckets = by_position(nll[max(needed)], (0, *needed))
+            found |= {_measure(recipe, protocol, end): scored for end, scored in buckets.items() if end in lengths}
             continue
-        for length, values in nll.items():
-            k = recipe.perplexity.last if protocol == "last-k" else len(values)
-            found[_measure(recipe, protocol, length)] = last_k(values, k)
+        for length in lengths:
+            k = recipe.perplexity.last if protocol == "last-k" else len(nll[length])
+            found[_measure(recipe, protocol, length)] = last_k(nll[length], k)
     return found
 
 
@@ -203,98 +256,3 @@ def _score_gain(setting: Setting, document: TokenDocument, length: int, key: Fre
         memory_budget=recipe.memory_budget,
     )
     return {_measure(recipe, "gain", length): gain}
-
-
-def passkey_work(setting: Setting, key: FrequencyKey, digest: str, shared: dict[str, object]) -> Iterator[Work]:
-    """Yield the passkey prompts under one method, one depth of one length at a time, from the shortest.
-
-    See `document_work` for the arguments.
-    """
-    model, tokenizer = setting.model, setting.tokenizer
-    share = setting.recipe.passkey.share
-    for length, prompts in sorted(setting.prompts.items()):
-        for batch in _batches(prompts):
-
-            def score_batch(batch: list[PasskeyPrompt] = batch) -> list[rows.Sample]:
-                most = max(1, TOKENS_PER_FORWARD // batch[0].length)
-                scores = passkey.score_prompts(model, batch, frequency_key=key, share=share, max_rows=most)
-                return [
-                    rows.Sample(
-                        **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
-                        task="passkey",
-                        protocol=PASSKEY,
-                        length=prompt.length,
-                        depth=prompt.depth,
-                        unit=_unit(prompt),
-                        metric="exact_match",
-                        value=float(score.correct),
-                        weight=prompt.num_answer,
-                        data_hash=corpora.hash_ids([prompt.ids]),
-                        detail={
-                            "key": prompt.key,
-                            "actual_depth": prompt.actual_depth,
-                            "answer_nll": score.answer_nll,
-                            "predicted": tokenizer.decode(list(score.predicted)),
-                        },
-                    )
-                    for prompt, score in zip(batch, scores, strict=True)
-                ]
-
-            yield Work(
-                measures=(Measure("passkey", PASSKEY, length),),
-                keys=tuple((digest, "passkey", PASSKEY, length, _unit(p), corpora.hash_ids([p.ids])) for p in batch),
-                cost=prompts_cost(setting, batch, key),
-                score=score_batch,
-            )
-
-
-def _batches(prompts: Sequence[PasskeyPrompt]) -> Iterator[list[PasskeyPrompt]]:
-    """Yield the prompts of one depth whose answers have equally many tokens: those that have most in common."""
-    groups: dict[tuple[float, int], list[PasskeyPrompt]] = {}
-    for prompt in prompts:
-        groups.setdefault((prompt.depth, prompt.num_answer), []).append(prompt)
-    yield from groups.values()
-
-
-def _unit(prompt: PasskeyPrompt) -> str:
-    return f"{prompt.depth:g}/{prompt.trial}"
-
-
-def total_cost(setting: Setting) -> float:
-    """Return the work of the whole comparison in floating-point operations, for a progress bar's estimate."""
-    total = 0.0
-    for method in setting.methods:
-        key = partial(_key, method, setting)
-        total += sum(work.cost for work in document_work(setting, key, "", {}))
-        total += sum(prompts_cost(setting, batch, key) for p in setting.prompts.values() for batch in _batches(p))
-    return total
-
-
-def _key(method: Method, setting: Setting, seq_len: int) -> Hashable:
-    return method.frequency_key(setting.geometry, context=int(setting.recipe.context or 0), seq_len=seq_len)
-
-
-def document_cost(model: PreTrainedModel, lengths: Sequence[int], frequency_key: FrequencyKey) -> float:
-    """Return the operations of one document at all lengths: a forward for each that needs one of its own."""
-    return sum(forward_cost(model, longest) for longest, _ in group_lengths(lengths, frequency_key))
-
-
-def sliding_cost(setting: Setting, document: TokenDocument, length: int) -> float:
-    """Return the operations of all windows over one document."""
-    bos = setting.corpus.bos if setting.corpus else None
-    moved = windows(document, length, stride=setting.recipe.perplexity.stride, bos=bos)
-    return sum(forward_cost(setting.model, len(window.ids)) for window in moved)
-
-
-def prompts_cost(setting: Setting, prompts: Sequence[PasskeyPrompt], frequency_key: FrequencyKey) -> float:
-    """Return the operations of passkey prompts that are scored together, what they share counted once."""
-    model, total = setting.model, 0.0
-    for key, group in groupby(answer_lengths(prompts[0]), key=frequency_key):
-        lengths = list(group)
-        common = 0
-        if setting.recipe.passkey.share:
-            common = shared_tokens(torch.tensor([prompt.ids[: lengths[0]] for prompt in prompts]))
-            common = common if frequency_key(common) == key else 0
-        each, once = forward_cost(model, lengths[-1]), forward_cost(model, common)
-        total += once + len(prompts) * (each - once)
-    return total

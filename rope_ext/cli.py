@@ -31,6 +31,7 @@ app = typer.Typer(
     help="Stretch the context window of a LLaMA, and measure which method keeps it alive.",
 )
 _debug = False
+_joined = False
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="tiny, smollm2, a directory, a .gguf file, or a Hub id")
@@ -118,7 +119,12 @@ def _one_line_errors() -> Generator[None]:
 
 
 def _refuse(message: str) -> NoReturn:
-    typer.echo("rope-ext: " + " ".join(message.split()), err=True)
+    # Of several processes with one command line the first says what is wrong with it; what befalls a later one alone,
+    # when they have met, that one says.
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or _joined:
+        where = "" if rank == "0" else f"process {rank}: "
+        typer.echo("rope-ext: " + where + " ".join(message.split()), err=True)
     raise typer.Exit(2)
 
 
@@ -326,6 +332,26 @@ def compare(
         str | None,
         typer.Option("--protocols", help="comma list of prefix, last-k, by-position, sliding, yarn-legacy, gain"),
     ] = None,
+    variants: Annotated[
+        str | None,
+        typer.Option(
+            "--variants",
+            help="comma list of passkey tasks: classic, text, distractors, multi-key, multi-query, uuid, needle, and "
+            "the controls no-needle, needle-only",
+        ),
+    ] = None,
+    depths: Annotated[
+        str | None, typer.Option("--depths", help="comma list of fractions of the length that the passkey is hidden at")
+    ] = None,
+    positions: Annotated[
+        str | None,
+        typer.Option(
+            "--positions", help="comma list of tokens that it is hidden after instead: a grid of absolute positions"
+        ),
+    ] = None,
+    generate: Annotated[
+        bool, typer.Option("--generate", help="decode passkeys for real instead of scoring the known answer")
+    ] = False,
     no_sharing: Annotated[
         bool, typer.Option("--no-sharing", help="run every passkey prompt whole, to check that sharing changes nothing")
     ] = False,
@@ -362,10 +388,8 @@ def compare(
             "model": model,
             "methods": _methods(methods),
             "context": context,
-            "lengths": _lengths(lengths),
+            "lengths": _numbers(lengths, "lengths", int, "256,512,1024"),
             "data": data,
-            "perplexity": documents,
-            "passkey": trials,
             "baseline": baseline,
             "memory_budget": _size(memory_budget),
             "base": base,
@@ -373,10 +397,24 @@ def compare(
             "seed": seed,
         }
         asked = {key: value for key, value in asked.items() if value is not None}
-        numbers = {"protocols": protocols and [p.strip() for p in protocols.split(",")], "stride": stride, "last": last}
-        numbers = {key: value for key, value in numbers.items() if value is not None}
+        if depths is not None and positions is not None:
+            raise RecipeError("compare: --depths is one grid and --positions another; give one of them")
+        passkey = {
+            "trials": trials,
+            "variants": _words(variants),
+            "depths": _numbers(depths, "depths", float, "0,0.5,1"),
+            "positions": _numbers(positions, "positions", int, "0,256,512"),
+            "grid": "absolute" if positions else "relative" if depths else None,
+            "generate": generate or None,
+            "share": False if no_sharing else None,
+        }
+        perplexity = {"documents": documents, "protocols": _words(protocols), "stride": stride, "last": last}
+        sections = {
+            name: {key: value for key, value in section.items() if value is not None}
+            for name, section in (("perplexity", perplexity), ("passkey", passkey))
+        }
         if resume:
-            if out is None or asked or numbers or no_sharing or dry_run or recipe is not None:
+            if out is None or asked or any(sections.values()) or dry_run or recipe is not None:
                 raise RecipeError("resume: give --out DIR and nothing else; the run's own recipe.yaml says the rest")
             from recipes.setting import resumed_recipe
 
@@ -387,16 +425,10 @@ def compare(
         values = read_recipe(source) if source else {"data": "python-all"}
         if "context" in asked and "lengths" not in asked and asked["context"] != values.get("context"):
             values.pop("lengths", None)  # a recipe's lengths belong to its own context
-        for key, field in (("perplexity", "documents"), ("passkey", "trials")):
-            if key in asked:
-                section = values.get(key)
-                asked[key] = {**(section if isinstance(section, dict) else {}), field: asked[key]}
-        if no_sharing:
-            section = asked.get("passkey", values.get("passkey"))
-            asked["passkey"] = {**(section if isinstance(section, dict) else {}), "share": False}
-        if numbers:
-            section = asked.get("perplexity", values.get("perplexity"))
-            asked["perplexity"] = {**(section if isinstance(section, dict) else {}), **numbers}
+        for name, section in sections.items():
+            given = values.get(name)
+            if section and isinstance(given, dict | None):
+                asked[name] = {**(given or {}), **section}
         made = make_recipe(values | asked, where=str(recipe or "compare"))
         if dry_run:
             _forecast(made, as_json=as_json)
@@ -426,15 +458,20 @@ def _size(text: str | None) -> int | None:
     return int(float(number) * (1024 if binary else 1000) ** " KMG".index(prefix or " "))
 
 
-def _lengths(text: str | None) -> list[int] | None:
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",")]
+
+
+def _numbers(text: str | None, name: str, kind: type[int] | type[float], example: str) -> list[int | float] | None:
     if text is None:
         return None
     from recipes.load import RecipeError
 
     try:
-        return [int(part) for part in text.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise RecipeError(f"lengths: {text!r} is not a comma list of whole numbers; write 256,512,1024") from None
+        what = "whole numbers" if kind is int else "numbers"
+        raise RecipeError(f"{name}: {text!r} is not a comma list of {what}; write {example}") from None
 
 
 def _forecast(recipe: "CompareRecipe", *, as_json: bool) -> None:
@@ -451,20 +488,32 @@ def _forecast(recipe: "CompareRecipe", *, as_json: bool) -> None:
 
 
 def _compare(recipe: "CompareRecipe", out: Path | None, *, resume: bool, as_json: bool) -> None:
+    from recipes.ranks import ToldElsewhereError, join, leave
     from recipes.screen import StoppedError, as_document, compare_on_screen, failures, show
 
+    global _joined  # noqa: PLW0603  (one process, one command line)
+    ranks = join()
+    _joined = ranks.world > 1
     try:
-        comparison = compare_on_screen(recipe, out, resume=resume)
+        comparison = compare_on_screen(recipe, out, resume=resume, ranks=ranks)
+    except ToldElsewhereError:
+        raise typer.Exit(2) from None
     except StoppedError as error:
-        typer.echo(f"rope-ext: {error}", err=True)
+        if ranks.is_first:
+            typer.echo(f"rope-ext: {error}", err=True)
         raise typer.Exit(130) from None
-    if as_json:
-        _print_json(as_document(comparison))
-    else:
-        show(comparison)
-    if comparison.failed:
-        typer.echo("rope-ext: finished with failed cells: " + "; ".join(failures(comparison)), err=True)
-        raise typer.Exit(3)
+    finally:
+        leave(ranks)
+    status = 3 if comparison.failed else 0
+    if ranks.is_first:
+        if as_json:
+            _print_json(as_document(comparison))
+        else:
+            show(comparison)
+        if comparison.failed:
+            typer.echo("rope-ext: finished with failed cells: " + "; ".join(failures(comparison)), err=True)
+    if status:
+        raise typer.Exit(status)
 
 
 if __name__ == "__main__":

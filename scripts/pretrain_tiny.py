@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the script is run by path; `evals` lies beside it, installed or not
 
-from evals import corpora, passkey  # noqa: E402  (after the path is set)
+from evals import corpora, grading, passkey, variants  # noqa: E402  (after the path is set)
 
 VOCAB_SIZE = 1024
 WINDOW = 256
@@ -73,7 +73,8 @@ def make_tokenizer(documents: list[corpora.Document]) -> PreTrainedTokenizerFast
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    template = passkey.INSTRUCTION + passkey.FILLER + passkey.NEEDLE + passkey.QUESTION
+    needle = variants.NEEDLE.format(subject="pass key", value="{key}")
+    template = variants.INSTRUCTION + passkey.FILLER + needle + variants.QUESTION
     tokenizer.train_from_iterator([*(d.text for d in documents), *[template] * 300], trainer)
     bos_id, eos_id = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     tokenizer.post_processor = processors.Sequence(
@@ -189,13 +190,13 @@ class Windows:
 
     def make_passkey(self, rng: np.random.Generator, window: int) -> tuple[list[int], list[float]]:
         """Return an evaluation prompt of exactly the window, or a shorter one with text after it, key scored."""
-        filler = None if rng.random() < 0.5 else self.text(rng, window)
-        key = str(rng.integers(10 ** (passkey.KEY_DIGITS - 1), 10**passkey.KEY_DIGITS))
-        shortest = len(passkey.build_prompt(self.tokenizer, length=None, depth=0.0, trial=0, key=key).ids)
-        length = int(rng.integers(shortest, window + 1)) if rng.random() < 0.3 else window
-        prompt = passkey.build_prompt(
-            self.tokenizer, length=length, depth=float(rng.random()), trial=0, key=key, filler=filler
+        filler = self.encode(passkey.FILLER) if rng.random() < 0.5 else self.text(rng, window)
+        key = str(rng.integers(10 ** (variants.KEY_DIGITS - 1), 10**variants.KEY_DIGITS))
+        maker = passkey.PromptMaker(
+            tokenizer=self.tokenizer, variant=variants.classic_with(key), filler=passkey.RepeatedFiller(filler)
         )
+        length = int(rng.integers(maker.shortest(1), window + 1)) if rng.random() < 0.3 else window
+        [prompt] = maker.relative(length=length, depths=(float(rng.random()),), num_trials=1)
         ids = [*prompt.ids, *self.text(rng, window)[: window - length]]
         weights = [BACKGROUND_WEIGHT] * window
         weights[length - prompt.num_answer : length] = [1.0] * prompt.num_answer
@@ -241,12 +242,15 @@ def evaluate(
     ]
     row = {"text_nll": float(torch.cat(losses).double().mean())}
     for length in (128, WINDOW, 4 * WINDOW):
-        prompts = passkey.build_trials(
-            windows.tokenizer, length=length, depths=(0.0, 0.5, 1.0), num_trials=num_trials // 3, seed=99
+        maker = passkey.PromptMaker(
+            tokenizer=windows.tokenizer,
+            variant=variants.VARIANTS["classic"],
+            filler=passkey.RepeatedFiller(windows.encode(passkey.FILLER)),
+            seed=99,
         )
-        row[f"passkey_{length}"] = float(
-            np.mean([s.correct for s in passkey.score_prompts(model, prompts, frequency_key=lambda _n: 0)])
-        )
+        prompts = maker.relative(length=length, depths=(0.0, 0.5, 1.0), num_trials=num_trials // 3)
+        scores = grading.score_prompts(model, prompts, frequency_key=lambda _n: 0)
+        row[f"passkey_{length}"] = float(np.mean([score.correct for some in scores for _, score in some]))
     return row
 
 

@@ -314,7 +314,7 @@ def test_failed_cells_exit_three(checkpoint, data, tmp_path, monkeypatch):
     def fail(*_args, **_more):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("recipes.work.passkey.score_prompts", fail)
+    monkeypatch.setattr("recipes.retrieval.grading.score_prompts", fail)
     result = rope_ext(*compare_words(checkpoint, data), "--out", tmp_path / "run")
     assert result.exit_code == 3
     assert "out of memory" in result.stderr
@@ -433,7 +433,7 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(checkpoint, data, 
     words = [*compare_words(checkpoint, data), "--protocols", "prefix,last-k,sliding,gain", "--last", "50", "--dry-run"]
     shown = rope_ext(*words)
     assert shown.exit_code == 0, shown.output
-    assert "times fewer than" in " ".join(shown.stdout.split())
+    assert "without sharing" in " ".join(shown.stdout.split())
     got = document(*words, "--json")
     assert list(tmp_path.iterdir()) == []
     columns = {(c["task"], c["protocol"], c["length"]): c["units"] for c in got["cells"]}

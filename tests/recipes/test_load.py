@@ -32,7 +32,10 @@ def test_the_resolved_recipe_reads_back(tmp_path):
     ("text", "words"),
     [
         ("modle: tiny", "modle: not a key of a recipe; did you mean 'model'?.*known: model, methods"),
-        ("passkey: {trails: 3}", "passkey.trails: not a key of a recipe; did you mean 'trials'?.*depths, trials"),
+        (
+            "passkey: {trails: 3}",
+            "passkey.trails: not a key of a recipe; did you mean 'trials'?.*depths, positions",
+        ),
         ("context: lots", "context: 'lots' is refused"),
         ("lengths: [256, 1]", r"lengths.1: 1 is refused"),
         ("passkey: {depths: [0.5, 1.5]}", "passkey.depths.1: 1.5 is refused"),
