@@ -4,8 +4,10 @@ python scripts/bench_evals.py [--json] [--quick]
 
 prefix_64_lengths   perplexity of the first L tokens at 64 lengths up to 4,096: one forward against one a length
 prefix_vs_sliding   the same against windows of 1,024 tokens moved by 256, another protocol: time alone is compared
-passkey_relative    a grid of 5 depths x 16 trials at 1,024 tokens: shared beginnings against every prompt whole
-passkey_generate    the same against one greedy generate() a prompt, as common scripts do it
+passkey_relative    1,024 and 2,048 tokens x 5 depths x 10 trials: shared beginnings against every prompt whole
+passkey_absolute    16 lengths x 8 positions x 4 trials up to 1,088 tokens: shared beginnings against one greedy
+                    generate() a prompt, as common scripts do it
+tiny_relative, tiny_absolute   both on the bundled model, of which attention is more than half of the work
 forward_overhead    a forward of the patched model against the bare one (below 1: slower)
 peak_memory         bytes beyond weights, vocabulary of 128,256 and 4,096 tokens: bounded against dense logits
 
@@ -27,10 +29,12 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from evals.corpora import TokenDocument
+from evals.corpora import TokenDocument, encode
+from evals.grading import score_prompts, write_answers
 from evals.nll import token_nll
-from evals.passkey import build_trials, score_prompts
+from evals.passkey import FILLER, PasskeyPrompt, PromptMaker, RepeatedFiller
 from evals.perplexity import prefix_nll, sliding_nll
+from evals.variants import VARIANTS
 from recipes.environment import commit, machine
 from rope_ext import extend, load_model
 from rope_ext.methods.yarn import Yarn
@@ -93,41 +97,52 @@ def bench_lengths(repetitions: int) -> list[dict[str, Any]]:
     return rows
 
 
+def llama_shaped() -> LlamaForCausalLM:
+    """Return a random model of a large one's proportions at 8k tokens: attention is a seventh of the work."""
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
 def bench_passkeys(repetitions: int) -> list[dict[str, Any]]:
-    model, tokenizer = load_model("tiny", device="cpu")
+    tiny, tokenizer = load_model("tiny", device="cpu")
+    maker = PromptMaker(
+        tokenizer=tokenizer, variant=VARIANTS["classic"], filler=RepeatedFiller(encode(tokenizer, FILLER))
+    )
     depths = (0.0, 0.25, 0.5, 0.75, 1.0)
-    prompts = build_trials(tokenizer, length=1024, depths=depths, num_trials=16, seed=0)
-    by_depth = [[p for p in prompts if p.depth == depth] for depth in depths]
+    relative = [p for n in (1024, 2048) for p in maker.relative(length=n, depths=depths, num_trials=10)]
+    positions = range(0, 1024, 128)
+    absolute = [p for i in range(1, 17) for p in maker.absolute(length=64 * i + 64, positions=positions, num_trials=4)]
+    rows: list[dict[str, Any]] = []
+    for prefix, model in (("passkey", llama_shaped()), ("tiny", tiny)):
+        with extend(model, Yarn(), context=2048):
+            ours, whole = (partial(forced, model, relative, share=share) for share in (True, False))
+            pairs = list(zip(ours(), whole(), strict=True))
+            assert all(one[0] == other[0] for one, other in pairs)
+            apart = max(abs(one[1] - other[1]) for one, other in pairs)
+            rows.append(row(f"{prefix}_relative", *timed(ours, whole, repetitions), "s", apart))
+            ours, written = partial(forced, model, absolute, share=True), partial(decoded, model, tokenizer, absolute)
+            assert [found for found, _ in ours()] == written()
+            rows.append(row(f"{prefix}_absolute", *timed(ours, written, 1), "s", 0.0))
+    return rows
 
-    def scored(*, share: bool) -> list[tuple[bool, float]]:
-        found = [score_prompts(model, group, frequency_key=static, share=share, max_rows=16) for group in by_depth]
-        return [(score.correct, score.answer_nll) for group in found for score in group]
 
-    @torch.inference_mode()
-    def generated() -> list[bool]:
-        found: list[bool] = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt.ids[: -prompt.num_answer]])
-            written: torch.Tensor = model.generate(  # pyright: ignore[reportCallIssue]  (from a mixin)
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=prompt.num_answer,
-                do_sample=False,
-                pad_token_id=1,
-                eos_token_id=None,
-            )
-            found.append(tuple(written[0, ids.shape[1] :].tolist()) == prompt.ids[-prompt.num_answer :])
-        return found
+def forced(model: Any, prompts: list[PasskeyPrompt], *, share: bool) -> list[tuple[bool, float]]:
+    found = dict(pair for some in score_prompts(model, prompts, frequency_key=static, share=share) for pair in some)
+    return [(found[i].correct, found[i].answer_nll) for i in range(len(prompts))]
 
-    with extend(model, Yarn(), context=2048):
-        shared, whole = scored(share=True), scored(share=False)
-        assert [correct for correct, _ in shared] == [correct for correct, _ in whole] == generated()
-        apart = max(abs(one[1] - other[1]) for one, other in zip(shared, whole, strict=True))
-        ours = partial(scored, share=True)
-        return [
-            row("passkey_relative", *timed(ours, partial(scored, share=False), repetitions), "s", apart),
-            row("passkey_generate", *timed(ours, generated, repetitions), "s", 0.0),
-        ]
+
+def decoded(model: Any, tokenizer: Any, prompts: list[PasskeyPrompt]) -> list[bool]:
+    found = dict(pair for some in write_answers(model, tokenizer, prompts) for pair in some)
+    return [found[i].token_match for i in range(len(prompts))]
 
 
 def bench_overhead(repetitions: int) -> dict[str, Any]:
