@@ -240,6 +240,7 @@ class _Runner:
             yield Found([node.queries for node in nodes], hidden[:, -keep:].clone())
         else:
             assert cache is not None
+            del hidden, tokens  # what is below may go deep, and need the room
             yield from self.below(nodes, cache)
         if cache is not None and first.start:
             cache.crop(first.start - first.end)

@@ -188,7 +188,7 @@ def effective_lengths(accuracy: Mapping[int, Estimate], *, threshold: float = 0.
 def effective_length(accuracy: Mapping[int, float], *, threshold: float = 0.85) -> int | None:
     """Return the largest tested length such that it and every shorter one reach the threshold; None if none does.
 
-    Contiguous, so that one lucky long cell cannot claim a window; 0.85 is NoLiMa's threshold, close to RULER's 0.856.
+    Contiguous, so that one lucky long cell cannot claim a window; 0.85 is close to RULER's 0.856.
     """
     reached: int | None = None
     for length in sorted(accuracy):

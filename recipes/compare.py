@@ -57,6 +57,17 @@ class Comparison:
         protocol = protocol or next((c.protocol for c in mine), None)
         return {(c.fingerprint, c.length): c for c in mine if c.protocol == protocol}
 
+    @property
+    def threshold(self) -> float | None:
+        """The accuracy that the effective length asks for; None where it is a share of what was not measured."""
+        asked = self.recipe.passkey
+        if not asked.of_base:
+            return asked.threshold
+        pooled = self.pooled("passkey")
+        fingerprint = list(self.labels)[self.recipe.methods.index(baseline_of(self.recipe))]
+        base = pooled.get((fingerprint, min((n for _, n in pooled), default=0)))
+        return None if base is None or base.value is None else asked.threshold * base.value
+
     def effective_lengths(self, *, by_bound: bool = False) -> dict[str, int | None]:
         """Return each method's passkey effective length by fingerprint; None is a measured miss at every length.
 
@@ -65,14 +76,16 @@ class Comparison:
         Args:
             by_bound: decide on the lower ends of the intervals, which say what n supports, not on the values.
         """
-        pooled = self.pooled("passkey")
+        pooled, threshold = self.pooled("passkey"), self.threshold
         found: dict[str, int | None] = {}
+        if threshold is None:
+            return found
         for fingerprint in self.labels:
             cells = [pooled[fingerprint, n] for n in self.recipe.lengths if (fingerprint, n) in pooled]
             measured = takewhile(lambda cell: cell.value is not None, cells)
             known = {cell.length: cell.ci_low if by_bound else cell.value for cell in measured}
             reached = stats.effective_length(
-                {n: value for n, value in known.items() if value is not None}, threshold=self.recipe.passkey.threshold
+                {n: value for n, value in known.items() if value is not None}, threshold=threshold
             )
             # Decided from the shortest length on: a failed cell after nothing but passes leaves the rest open.
             open_end = len(known) < len(cells) and reached == max(known, default=None)
@@ -280,35 +293,55 @@ def _estimate(
 def _contrasts(setting: Setting, scored: dict[str, list[rows.Sample]]) -> Iterator[rows.Contrast]:
     """Yield every method's difference from the baseline, measure by measure, where both have scored the same units."""
     recipe, digests = setting.recipe, list(scored)
-    first = recipe.baseline or ("unscaled" if "unscaled" in recipe.methods else recipe.methods[0])
+    first = baseline_of(recipe)
     against = digests[recipe.methods.index(first)]
     for name, digest in zip(recipe.methods, digests, strict=True):
         for measure in measures(setting) if digest != against else ():
             ours, theirs = (
                 [s for s in scored[each] if (s.task, s.protocol, s.length) == measure] for each in (digest, against)
             )
-            # A failed cell on either side leaves units without a partner; the cells say why
-            if not ours or {s.unit for s in ours} != {s.unit for s in theirs}:
-                continue
-            found = difference_of(ours, theirs, seed=recipe.seed)
-            yield rows.Contrast(
-                method=name,
-                against=first,
-                fingerprint=digest,
-                against_fingerprint=against,
-                task=measure.task,
-                protocol=measure.protocol,
-                length=measure.length,
-                metric="accuracy" if measure.task == "passkey" else "nll",
-                value=found.value,
-                ci_low=found.low,
-                ci_high=found.high,
-                p_value=found.p_value,
-                n=found.n,
-                native=measure.length <= setting.geometry.original_context,
-                seed=recipe.seed,
-                data_hash=_hash_of([s.data_hash for s in sorted(ours, key=lambda s: s.unit)]) or "",
-            )
+            native = measure.length <= setting.geometry.original_context
+            found = contrast_of(ours, theirs, names=(name, first), native=native, seed=recipe.seed)
+            if found is not None:
+                yield found
+
+
+def baseline_of(recipe: CompareRecipe) -> str:
+    """Return the method that the others are paired with."""
+    return recipe.baseline or ("unscaled" if "unscaled" in recipe.methods else recipe.methods[0])
+
+
+def contrast_of(
+    ours: Sequence[rows.Sample], theirs: Sequence[rows.Sample], *, names: tuple[str, str], native: bool, seed: int
+) -> rows.Contrast | None:
+    """Return how ours differ from theirs, samples of one task, protocol and length; None if the units are not the same.
+
+    A failed cell on either side leaves units without a partner; the cells say why.
+
+    Raises:
+        EvalError: see `difference_of`.
+    """
+    if not ours or {s.unit for s in ours} != {s.unit for s in theirs}:
+        return None
+    found = difference_of(ours, theirs, seed=seed)
+    return rows.Contrast(
+        method=names[0],
+        against=names[1],
+        fingerprint=ours[0].fingerprint,
+        against_fingerprint=theirs[0].fingerprint,
+        task=ours[0].task,
+        protocol=ours[0].protocol,
+        length=ours[0].length,
+        metric="accuracy" if ours[0].task == "passkey" else "nll",
+        value=found.value,
+        ci_low=found.low,
+        ci_high=found.high,
+        p_value=found.p_value,
+        n=found.n,
+        native=native,
+        seed=seed,
+        data_hash=_hash_of([s.data_hash for s in sorted(ours, key=lambda s: s.unit)]) or "",
+    )
 
 
 def difference_of(ours: Sequence[rows.Sample], theirs: Sequence[rows.Sample], *, seed: int) -> stats.Difference:

@@ -34,8 +34,9 @@ def table(comparison: Comparison) -> Table:
     )
     view.add_column("method", overflow="fold", min_width=8)
     tasks, effective = _tasks(comparison), comparison.effective_lengths()
-    for _, short in tasks:
-        for length in recipe.lengths:
+    lengths = {task: sorted({length for _, length in comparison.pooled(task)}) for task, _ in tasks}
+    for task, short in tasks:
+        for length in lengths[task]:
             view.add_column(f"{short}\n{length}", justify="right", no_wrap=True)
     passkeys = comparison.pooled("passkey")
     if passkeys:
@@ -44,7 +45,7 @@ def table(comparison: Comparison) -> Table:
         row = [Text(label)]
         for task, _ in tasks:
             pooled = comparison.pooled(task)
-            row += [Text(_short(pooled.get((fingerprint, length)))) for length in recipe.lengths]
+            row += [Text(_short(pooled.get((fingerprint, length)))) for length in lengths[task]]
         if passkeys:
             row.append(Text(_effective(comparison, fingerprint, effective)))
         view.add_row(*row)
@@ -57,12 +58,17 @@ def _tasks(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _threshold(comparison: Comparison) -> str:
-    return f"{comparison.recipe.passkey.threshold:g} or better"
+    asked = comparison.recipe.passkey
+    if not asked.of_base:
+        return f"{asked.threshold:g} or better"
+    known = "not measured" if comparison.threshold is None else f"{comparison.threshold:.3g}"
+    return f"{asked.threshold:g} of the baseline's share at the shortest length ({known}) or better"
 
 
 def _effective(comparison: Comparison, fingerprint: str, effective: dict[str, int | None]) -> str:
     if fingerprint not in effective:
-        return "failed"
+        mine = [cell for (of, _), cell in comparison.pooled("passkey").items() if of == fingerprint]
+        return "failed" if any(cell.value is None for cell in mine) else "unknown"
     reached = effective[fingerprint]
     return f"<{min(comparison.recipe.lengths)}" if reached is None else str(reached)
 
@@ -120,7 +126,7 @@ def write_pictures(comparison: Comparison) -> list[Path]:
     for (fingerprint, label), protocol in product(comparison.labels.items(), protocols):
         mine = [c for c in by_place if (c.fingerprint, c.protocol) == (fingerprint, protocol)]
         if mine:
-            words = protocol_in_words(protocol)
+            words = protocol_in_words(protocol).removesuffix(", all depths")
             chart = plots.passkey_chart(mine, label, original_context=original, model=recipe.model, protocol=words)
             name = f"passkey_{file_name(label)}" + ("" if len(protocols) == 1 else f"_{protocol}")
             taken = sum(path.stem.rpartition("~")[0] == name or path.stem == name for path in written)
@@ -194,7 +200,7 @@ def _native_markdown(comparison: Comparison) -> list[str]:
     lines.append("|---" + "|---:" * len(shown) + "|")
     at = {(c.fingerprint, c.task): c for c in at_longest}
     for fingerprint, label in comparison.labels.items():
-        row = [_difference(at.get((fingerprint, task))) for task in shown]
+        row = [difference_in_words(at.get((fingerprint, task))) for task in shown]
         if any(row):
             lines.append(f"| {label} | " + " | ".join(row) + " |")
     return [*head, *lines, ""]
@@ -223,12 +229,12 @@ def _contrasts_markdown(comparison: Comparison, task: str, protocol: str) -> lis
     at = {(contrast.fingerprint, contrast.length): contrast for contrast in mine}
     for fingerprint, label in comparison.labels.items():
         if any(contrast.fingerprint == fingerprint for contrast in mine):
-            row = [_difference(at.get((fingerprint, length))) for length in lengths]
+            row = [difference_in_words(at.get((fingerprint, length))) for length in lengths]
             lines.append(f"| {label} | " + " | ".join(row) + " |")
     return [*lines, ""]
 
 
-def _difference(contrast: Contrast | None) -> str:
+def difference_in_words(contrast: Contrast | None) -> str:
     """Return a paired difference with its interval; of perplexities their ratio less 1, in percent."""
     if contrast is None:
         return ""

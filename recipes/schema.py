@@ -43,7 +43,8 @@ class PasskeyTask:
         positions: by default eight evenly spaced ones up to the longest length.
         trials: at each depth or position and length; 0 measures none.
         threshold: the accuracy that the effective length asks for, at it and at every shorter length: 0.2 is Position
-            Interpolation's, 0.85 NoLiMa's, 0.856 RULER's.
+            Interpolation's, 0.856 RULER's.
+        of_base: take the threshold as a share of what the baseline scores at the shortest length, as NoLiMa takes 0.85.
         generate: decode for real instead of scoring the known answer in one forward.
         share: compute what several prompts begin with once; it changes no score.
     """
@@ -56,6 +57,7 @@ class PasskeyTask:
     positions: tuple[Annotated[int, Field(ge=0)], ...] = ()
     trials: Annotated[int, Field(ge=0)] = 5
     threshold: Fraction = 0.85
+    of_base: bool = False
     generate: bool = False
     share: bool = True
 

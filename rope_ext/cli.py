@@ -436,6 +436,36 @@ def compare(
         _compare(made, out, resume=False, as_json=as_json)
 
 
+@app.command()
+def contrast(
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="the folder of a run")],
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="the folder of another, on the same data")],
+    methods: Annotated[
+        str | None, typer.Option("--methods", help="one of the first run and one of the second [those in both]")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="of the bootstrap", min=0)] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Pair two runs of compare unit by unit: a method against another, or a model before and after a change.
+
+    Runs that saw different tokens are refused.
+    """
+    with _one_line_errors():
+        from recipes.contrast import contrast_runs, contrast_table, read_run
+        from recipes.load import RecipeError
+
+        pair = _methods(methods)
+        if pair is not None and len(pair) != 2:
+            raise RecipeError(f"contrast: --methods {methods!r} names {len(pair)}; name two, as --methods yarn,ntk")
+        found = contrast_runs(
+            read_run(first), read_run(second), methods=(pair[0], pair[1]) if pair else None, seed=seed
+        )
+        if as_json:
+            _print_json([dataclasses.asdict(each) for each in found])
+            return
+        Console().print(contrast_table(found))
+
+
 def _methods(text: str | None) -> list[str] | None:
     if text is None:
         return None

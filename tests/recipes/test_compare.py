@@ -104,7 +104,8 @@ def test_pictures_table_and_report(recipe, tmp_path):
     assert "rope-ext compare --recipe" in report
 
 
-def test_spellings_that_give_one_file_name_get_two(recipe, tmp_path):
+def test_spellings_that_give_one_file_name_get_two(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.setting._check_method", lambda *_args: None)  # the second does nothing, and is refused
     recipe |= {"methods": ["dynamic-ntk:alpha=1e+16", "dynamic-ntk:alpha=1e-16"], "perplexity": {"documents": 0}}
     pictures = write_pictures(run(recipe, tmp_path / "run"))
     names = [p.name for p in pictures if p.name.startswith("passkey")]
@@ -173,6 +174,37 @@ def test_effective_length_on_values_and_on_bounds(recipe, tmp_path):
         report = write_report(told, []).read_text()
         assert f"- unscaled: {by_value}; {shown} if the lower end of every interval has to reach it" in report
         assert f"(passkey {threshold:g} or better there" in report
+
+
+def test_effective_length_as_a_share_of_the_baseline(recipe, tmp_path):
+    """0.85 of what the baseline scores at the shortest length: 0.8 there asks for 0.68."""
+    passkey = {"trials": 2, "depths": [0, 1], "threshold": 0.85, "of_base": True}
+    result = run(recipe | {"methods": ["yarn", "unscaled"], "passkey": passkey}, tmp_path / "run")
+    found = {"unscaled": {512: 0.8, 1024: 0.1}, "yarn": {512: 0.7, 1024: 0.69}}
+    cells = tuple(
+        dataclasses.replace(c, value=found[c.method][c.length]) if c.task == "passkey" else c for c in result.cells
+    )
+    told = dataclasses.replace(result, cells=cells)
+    assert told.threshold == pytest.approx(0.68)
+    assert {told.labels[fp]: reached for fp, reached in told.effective_lengths().items()} == {
+        "unscaled": 512,
+        "yarn": 1024,
+    }
+    assert "0.85 of the baseline's share at the shortest length (0.68) or better" in write_report(told, []).read_text()
+    lost = tuple(dataclasses.replace(c, value=None) if c.task == "passkey" else c for c in cells)
+    told = dataclasses.replace(result, cells=lost)
+    assert told.threshold is None
+    assert told.effective_lengths() == {}
+    assert table(told).row_count == 2
+
+
+def test_a_control_alone_has_its_own_length_and_no_effective_one(recipe, tmp_path):
+    asked = {"perplexity": {"documents": 0}, "passkey": {"trials": 2, "variants": ["needle-only"]}}
+    result = run(recipe | asked, tmp_path / "run")
+    [length] = {c.length for c in result.cells}
+    view = table(result)
+    assert [c.header for c in view.columns] == ["method", f"key\n{length}", "eff.\nlength"]
+    assert next(iter(view.columns[-1].cells)).plain == "unknown"
 
 
 def test_differences_are_paired_and_recomputable(recipe, tmp_path):

@@ -1,0 +1,76 @@
+import json
+
+import pytest
+
+from evals.errors import EvalError
+from recipes.compare import run_compare
+from recipes.contrast import contrast_runs, contrast_table, read_run
+from recipes.load import RecipeError, make_recipe
+from recipes.setting import prepare
+from tests.recipes.test_cli import document, refused, rope_ext
+
+
+def run(recipe, out):
+    return run_compare(prepare(make_recipe(recipe), out))
+
+
+@pytest.fixture
+def two(recipe, tmp_path):
+    """Return the folders of two runs on the same data: unscaled and yarn, then linear and yarn."""
+    recipe |= {"passkey": {"trials": 2, "depths": [0, 1], "variants": ["classic", "text"]}}
+    for name, methods in (("one", ["unscaled", "yarn"]), ("two", ["linear", "yarn"])):
+        run(recipe | {"methods": methods}, tmp_path / name)
+    return tmp_path / "one", tmp_path / "two"
+
+
+def test_two_runs_give_the_differences_of_one(two, recipe, tmp_path):
+    recipe |= {"passkey": {"trials": 2, "depths": [0, 1], "variants": ["classic", "text"]}}
+    whole = run(recipe | {"methods": ["unscaled", "linear"]}, tmp_path / "whole")
+    found = contrast_runs(*map(read_run, two), methods=("unscaled", "linear"))
+    key = lambda c: (c.task, c.protocol, c.length)  # noqa: E731
+    assert sorted(found, key=key) == sorted(whole.contrasts, key=key)
+    assert {c.native for c in found if c.length == 512} == {True}
+
+
+def test_a_method_that_is_in_both_is_paired_with_itself(two):
+    found = contrast_runs(*map(read_run, two))
+    assert {(c.method, c.against, c.value) for c in found} == {("yarn", "yarn", 0.0)}
+    # perplexity and two passkey tasks, at two lengths
+    assert len(found) == 6
+    assert contrast_table(found).row_count == 6
+
+
+def test_other_tokens_are_refused(two, recipe, tmp_path):
+    (tmp_path / "data").mkdir()
+    for i in range(4):
+        (tmp_path / "data" / f"{i}.txt").write_text(f"another text {i}, of the same names; " * 80)
+    run(recipe | {"methods": ["yarn"], "data": str(tmp_path / "data"), "passkey": {"trials": 0}}, tmp_path / "other")
+    with pytest.raises(EvalError, match=r"yarn and yarn saw different tokens .*measure both on the same data"):
+        contrast_runs(read_run(two[0]), read_run(tmp_path / "other"))
+    line = refused("contrast", two[0], tmp_path / "other")
+    assert "saw different tokens" in line
+
+
+def test_what_cannot_be_paired(two, recipe, tmp_path):
+    with pytest.raises(RecipeError, match=r"holds no run .*name a folder that compare has written"):
+        read_run(tmp_path)
+    with pytest.raises(RecipeError, match="has no 'ntk'; it has: unscaled, yarn"):
+        contrast_runs(*map(read_run, two), methods=("ntk", "yarn"))
+    run(recipe | {"methods": ["ntk", "abf"], "passkey": {"trials": 0}}, tmp_path / "three")
+    with pytest.raises(RecipeError, match=r"no method is in both runs .*--methods FIRST,SECOND"):
+        contrast_runs(read_run(two[0]), read_run(tmp_path / "three"))
+    run(recipe | {"methods": ["yarn"], "lengths": [600], "passkey": {"trials": 0}}, tmp_path / "four")
+    with pytest.raises(RecipeError, match="no task, protocol and length in common"):
+        contrast_runs(read_run(two[0]), read_run(tmp_path / "four"))
+    assert "names 1; name two" in refused("contrast", *two, "--methods", "yarn")
+    (tmp_path / "four" / "samples.jsonl").unlink()
+    assert "holds no samples; go on with it" in refused("contrast", two[0], tmp_path / "four")
+
+
+def test_on_the_command_line(two):
+    shown = rope_ext("contrast", *two)
+    assert shown.exit_code == 0, shown.output
+    assert "(native)" in shown.stdout
+    rows = document("contrast", *two, "--methods", "yarn,linear", "--json")
+    assert {(r["method"], r["against"]) for r in rows} == {("linear", "yarn")}
+    assert json.dumps(rows)
