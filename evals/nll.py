@@ -8,7 +8,9 @@ What remains is the cache itself, 2 x layers x key heads x head_dim x tokens num
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import cast
 
@@ -21,6 +23,7 @@ from evals.errors import EvalError
 
 MEMORY_BUDGET = 2 * 2**30
 """Bytes for the activations and logits of one forward, besides weights and cache."""
+GROUPED = "TRANSFORMERS_SDPA_FORCE_GQA"
 ROWS_PER_CHUNK = 512
 """The most rows of logits at a time; more are no faster."""
 
@@ -88,8 +91,26 @@ def _hidden(model: PreTrainedModel, tokens: Tensor, ends: list[int]) -> Iterator
     name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
     cache = DynamicCache(config=model.config)
     for start, end in pairwise([0, *ends]):
-        out = base(input_ids=tokens[:, start:end], use_cache=True, **{name: cache})
+        with grouped_heads(tokens.device):
+            out = base(input_ids=tokens[:, start:end], use_cache=True, **{name: cache})
         yield start, end, out.last_hidden_state
+
+
+@contextmanager
+def grouped_heads(device: torch.device) -> Generator[None]:
+    """Let attention read each key head once for all its query heads, during a forward over a cache on a CPU.
+
+    Under a mask transformers copies the keys for every query head unless its switch says otherwise. The result is the
+    same bit for bit; on a GPU the copies are what the fast kernels need.
+    """
+    if device.type != "cpu" or GROUPED in os.environ:
+        yield
+        return
+    os.environ[GROUPED] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(GROUPED, None)
 
 
 def _cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, rows: int) -> list[Tensor]:

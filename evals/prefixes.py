@@ -1,7 +1,7 @@
 """The ends of many sequences, with every beginning that several of them share computed once.
 
 Sequences are put into a prefix tree. An edge is computed over the key-value cache of its parent, a node hands its cache
-to every child, and children of equal shape go as rows of one batch:
+to every child, and nodes of equal shape go as rows of one batch, whichever parents they have:
 
     filler ----+---- filler ----+---- filler ...
                |                +-- needle 3 | needle 4           two rows: the same shape
@@ -13,8 +13,9 @@ Attention is causal, so a cut changes no number beyond the order of fp32 sums, a
 on either side of it.
 """
 
+import copy
 import inspect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from evals.nll import MEMORY_BUDGET, cache_bytes_per_token, itemsize_of, tokens_per_chunk
+from evals.nll import MEMORY_BUDGET, cache_bytes_per_token, grouped_heads, itemsize_of, tokens_per_chunk
 
 MIN_SHARED = 32
 """The fewest tokens that are worth a forward of their own."""
@@ -155,6 +156,57 @@ def _common(first: np.ndarray, second: np.ndarray) -> int:
     return int(unequal[0]) if len(unequal) else length
 
 
+class Step(NamedTuple):
+    """One forward: nodes of one shape, and for each the (step, row) whose cache it continues; none for roots."""
+
+    nodes: tuple[Node, ...]
+    sources: tuple[tuple[int, int], ...]
+
+
+class Schedule(NamedTuple):
+    """Steps in an order in which each finds its caches made, and the most tokens whose keys and values are held."""
+
+    steps: list[Step]
+    peak_tokens: int
+
+
+def schedule(tree: PrefixTree, rows_of: Callable[[Node], int], *, deep: bool) -> Schedule:
+    """Return how to compute a tree.
+
+    Args:
+        rows_of: how many nodes go into one forward, as rows.
+        deep: go down one branch after another, which holds few caches; otherwise from the shortest beginnings on, which
+            lets branches that have grown equally long go together.
+    """
+    pool: dict[int, list[tuple[Node, tuple[int, int] | None]]] = defaultdict(list)
+    for node in tree.roots:
+        pool[node.shape].append((node, None))
+    steps: list[Step] = []
+    waiting: list[int] = []  # children of each step that are still to come
+    held = peak = 0
+    while pool:
+        choose = max if deep else min
+        shape = choose(pool, key=lambda each: (pool[each][0][0].start, pool[each][0][0].longest))
+        entries = pool.pop(shape)
+        some, rest = entries[: rows_of(entries[0][0])], entries[rows_of(entries[0][0]) :]
+        if rest:
+            pool[shape] = rest
+        nodes, sources = tuple(node for node, _ in some), tuple(source for _, source in some if source is not None)
+        own = len(nodes) * nodes[0].end
+        peak = max(peak, held + own)
+        for row, node in enumerate(nodes):
+            for child in node.children:
+                pool[child.shape].append((child, (len(steps), row)))
+        waiting.append(sum(len(node.children) for node in nodes))
+        steps.append(Step(nodes, sources))
+        held += own if waiting[-1] else 0
+        for step, _ in sources:
+            waiting[step] -= 1
+            if not waiting[step]:
+                held -= len(steps[step].nodes) * steps[step].nodes[0].end
+    return Schedule(steps, peak)
+
+
 class Found(NamedTuple):
     """The hidden states at the ends of sequences, shape (rows, keep, width); `queries` has the numbers of each row."""
 
@@ -174,76 +226,66 @@ def last_hidden(
 
     Args:
         may_cut: as for `prefix_tree`; long edges are cut into pieces where it allows.
-        memory_budget: bytes; half bounds the activations of a forward, half the keys and values of its rows (a single
+        memory_budget: bytes; half bounds the activations of a forward, half the keys and values that are held (a single
             row is computed whatever it takes).
         max_rows: sequences in one forward; as many as fit by default.
     """
-    runner = _Runner(model, tree, may_cut, memory_budget, max_rows)
-    pending: dict[int, list[Node]] = defaultdict(list)
-    for node in tree.roots:
-        pending[node.shape].append(node)
-    for nodes in sorted(pending.values(), key=lambda same: -same[0].longest):
-        size = runner.rows_of(nodes[0])
-        for at in range(0, len(nodes), size):
-            yield from runner.run(nodes[at : at + size], None)
+    runner = _Runner(model, may_cut, memory_budget, max_rows)
+    plan = schedule(tree, runner.rows_of, deep=False)
+    if plan.peak_tokens * runner.cache_bytes > memory_budget // 2:
+        plan = schedule(tree, runner.rows_of, deep=True)
+    waiting = Counter(step for each in plan.steps for step, _ in each.sources)
+    caches: dict[int, DynamicCache] = {}
+    for number, (nodes, sources) in enumerate(plan.steps):
+        cache = _continued(caches, sources) if sources else None
+        hidden, cache = runner.run([tree.queries[node.queries[0]] for node in nodes], nodes[0], cache)
+        if nodes[0].is_leaf:
+            yield Found([node.queries for node in nodes], hidden)
+        else:
+            assert cache is not None
+            caches[number] = cache
+        for step, _ in sources:
+            waiting[step] -= 1
+            if not waiting[step]:
+                del caches[step]
 
 
 class _Runner:
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tree: PrefixTree,
-        may_cut: Callable[[int], bool],
-        memory_budget: int,
-        max_rows: int | None,
+        self, model: PreTrainedModel, may_cut: Callable[[int], bool], memory_budget: int, max_rows: int | None
     ) -> None:
         self.model, self.base = model, model.base_model
-        self.queries, self.may_cut, self.max_rows = tree.queries, may_cut, max_rows
+        self.may_cut, self.max_rows, self.budget = may_cut, max_rows, memory_budget
         self.cache_name = "cache" if "cache" in inspect.signature(self.base.forward).parameters else "past_key_values"
         windowed = getattr(model.config, "sliding_window", None) is not None
         self.takes_mask = model.config._attn_implementation == "sdpa" and not windowed  # noqa: SLF001
         self.cache_bytes = cache_bytes_per_token(model.config, itemsize_of(model))
-        self.budget = memory_budget
 
     def rows_of(self, node: Node) -> int:
         """Return how many nodes of one shape go as rows of one forward."""
-        pending, longest_edge = [node], 0
-        while pending:
-            each = pending.pop()
-            longest_edge = max(longest_edge, each.end - each.start)
-            pending += each.children
-        fit = self.budget // 2 // (self.cache_bytes * node.longest)
-        return max(1, min(fit, self.tokens(node.longest) // longest_edge, self.max_rows or fit))
+        fit = self.budget // 2 // (self.cache_bytes * node.end)
+        return max(1, min(fit, self.tokens(node.end) // min(node.end - node.start, PIECE), self.max_rows or fit))
 
     def tokens(self, longest: int) -> int:
         """Return how many tokens, over all rows, one forward takes."""
-        fit = tokens_per_chunk(
-            self.model.config, itemsize_of(self.model), longest, self.budget, most=TOKENS_PER_FORWARD
-        )
-        return max(1, fit)
+        config, itemsize = self.model.config, itemsize_of(self.model)
+        return tokens_per_chunk(config, itemsize, longest, self.budget, most=TOKENS_PER_FORWARD)
 
-    def run(self, nodes: Sequence[Node], cache: DynamicCache | None) -> Iterator[Found]:
-        """Yield what is wanted below nodes of one shape, one a row of the cache, which is left as it came."""
-        first = nodes[0]
-        ids = [self.queries[node.queries[0]].ids[first.start : first.end] for node in nodes]
-        tokens = torch.tensor(ids, device=self.model.device)
-        keep = self.queries[first.queries[0]].keep if first.is_leaf else 0
-        size = max(1, self.tokens(first.longest) // len(nodes))
-        ends = self.ends(first.start, first.end - keep, first.end, size if cache is None else min(size, PIECE))
-        if cache is None and (len(ends) > 1 or not first.is_leaf):
+    def run(
+        self, queries: Sequence[Query], node: Node, cache: DynamicCache | None
+    ) -> tuple[Tensor, DynamicCache | None]:
+        """Return the last hidden states of an edge, one row a query, and the cache, which the edge has made longer."""
+        tokens = torch.tensor([query.ids[node.start : node.end] for query in queries], device=self.model.device)
+        keep = queries[0].keep if node.is_leaf else 1
+        size = max(1, self.tokens(node.end) // len(queries))
+        ends = self.ends(node.start, node.end - keep, node.end, size if cache is None else min(size, PIECE))
+        if cache is None and (len(ends) > 1 or not node.is_leaf):
             cache = DynamicCache()
         hidden = None
-        for start, end in pairwise([first.start, *ends]):
-            hidden = self.forward(tokens[:, start - first.start : end - first.start], cache)
-        if first.is_leaf:
-            assert hidden is not None
-            yield Found([node.queries for node in nodes], hidden[:, -keep:].clone())
-        else:
-            assert cache is not None
-            del hidden, tokens  # what is below may go deep, and need the room
-            yield from self.below(nodes, cache)
-        if cache is not None and first.start:
-            cache.crop(first.start - first.end)
+        for start, end in pairwise([node.start, *ends]):
+            hidden = self.forward(tokens[:, start - node.start : end - node.start], cache)
+        assert hidden is not None
+        return hidden[:, -keep:].clone(), cache
 
     def ends(self, start: int, latest: int, end: int, size: int) -> list[int]:
         """Return where the pieces of an edge end: in one piece if it fits, or if frequencies change on the way."""
@@ -261,29 +303,29 @@ class _Runner:
             mask = torch.full((num_new, num_cached + num_new), -torch.inf, dtype=self.model.dtype, device=tokens.device)
             positions = torch.arange(num_cached, num_cached + num_new, device=tokens.device)
             more |= {"attention_mask": mask.triu(num_cached + 1)[None, None], "position_ids": positions[None]}
-        return self.base(input_ids=tokens, use_cache=True, **more).last_hidden_state
-
-    def below(self, nodes: Sequence[Node], cache: DynamicCache) -> Iterator[Found]:
-        """Run the children, all of one shape together: in place where each row has one, else on copies of rows."""
-        slots: dict[int, list[int]] = defaultdict(list)
-        for slot, child in enumerate(nodes[0].children):  # nodes of one shape have their children in one order
-            slots[child.shape].append(slot)
-        for same in slots.values():
-            children = [(row, node.children[slot]) for row, node in enumerate(nodes) for slot in same]
-            size = self.rows_of(children[0][1])
-            if len(children) == len(nodes) <= size:
-                yield from self.run([child for _, child in children], cache)
-                continue
-            for at in range(0, len(children), size):
-                some = children[at : at + size]
-                yield from self.run([child for _, child in some], _rows(cache, [row for row, _ in some]))
+        with grouped_heads(tokens.device):
+            return self.base(input_ids=tokens, use_cache=True, **more).last_hidden_state
 
 
 @torch.inference_mode()
-def _rows(cache: DynamicCache, rows: Sequence[int]) -> DynamicCache:
-    """Return a cache that holds copies of these rows, and leave the given one alone."""
-    chosen = DynamicCache()
-    for number, layer in enumerate(cache.layers):
-        keys, values = (cast("Tensor", getattr(layer, name))[list(rows)] for name in ("keys", "values"))
-        chosen.update(keys, values, number)
-    return chosen
+def _continued(caches: dict[int, DynamicCache], sources: Sequence[tuple[int, int]]) -> DynamicCache:
+    """Return a cache of the rows that are named, in that order, and leave the caches that they come from alone."""
+    runs: list[tuple[DynamicCache, list[int]]] = []
+    for step, row in sources:
+        if not runs or runs[-1][0] is not caches[step]:
+            runs.append((caches[step], []))
+        runs[-1][1].append(row)
+    first, rows = runs[0]
+    # The same rows of one cache: its tensors can be shared, as a cache that grows makes new ones
+    same = len(runs) == 1 and rows == list(range(_num_rows(first)))
+    continued = copy.copy(first)
+    continued.layers = [copy.copy(layer) for layer in first.layers]
+    for number, layer in enumerate(continued.layers if not same else ()):
+        for name in ("keys", "values"):
+            parts = [cast("Tensor", getattr(cache.layers[number], name))[chosen] for cache, chosen in runs]
+            setattr(layer, name, torch.cat(parts) if len(parts) > 1 else parts[0])
+    return continued
+
+
+def _num_rows(cache: DynamicCache) -> int:
+    return len(cast("Tensor", cache.layers[0].keys))  # pyright: ignore[reportAttributeAccessIssue]  (a dynamic layer)

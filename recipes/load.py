@@ -66,10 +66,16 @@ def make_recipe(values: Mapping[str, object], where: str = "recipe") -> CompareR
         ("perplexity.protocols", recipe.perplexity.protocols),
         ("methods", recipe.methods),
         ("passkey.depths", recipe.passkey.depths),
+        ("passkey.positions", recipe.passkey.positions),
+        ("passkey.variants", recipe.passkey.variants),
     ):
         repeated = sorted({str(v) for v in entries if entries.count(v) > 1})
         if repeated:
             raise RecipeError(f"{where}: {key} names {', '.join(repeated)} twice; each once")
+    if recipe.passkey.positions and recipe.passkey.grid == "relative":
+        raise RecipeError(f"{where}: passkey.positions say nothing on the relative grid; add grid: absolute")
+    if recipe.passkey.generate and not recipe.passkey.share:
+        raise RecipeError(f"{where}: passkey.share says nothing where answers are decoded; leave one of them out")
     return recipe
 
 

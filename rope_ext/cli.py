@@ -403,7 +403,7 @@ def compare(
             "trials": trials,
             "variants": _words(variants),
             "depths": _numbers(depths, "depths", float, "0,0.5,1"),
-            "positions": _numbers(positions, "positions", int, "0,256,512"),
+            "positions": [] if depths else _numbers(positions, "positions", int, "0,256,512"),
             "grid": "absolute" if positions else "relative" if depths else None,
             "generate": generate or None,
             "share": False if no_sharing else None,

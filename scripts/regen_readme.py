@@ -64,7 +64,8 @@ def results_table(name: str) -> str:
     """Return perplexity with intervals, passkey if it was measured, and how to make them again."""
     cells = read_cells(RESULTS / name / "cells.jsonl")
     run = json.loads((RESULTS / name / "run.json").read_text(encoding="utf-8"))
-    pooled = [c for c in cells if c.depth is None]
+    first = {c.task: c.protocol for c in reversed(cells)}
+    pooled = [c for c in cells if c.depth is None and c.position is None and c.protocol == first[c.task]]
     lengths = sorted({c.length for c in pooled})
     labels: dict[str, str] = {c.fingerprint: spell(method(c.method, **c.method_args)) for c in pooled}
     parts: list[str] = []
@@ -106,12 +107,25 @@ def _shown(cell: Cell | None) -> str:
     return f"{cell.value:{digits}} [{cell.ci_low:.3g}, {cell.ci_high:.3g}]"
 
 
+def bench_table() -> str:
+    """Return the ratios of the benchmark run that is kept."""
+    run = json.loads((RESULTS / "bench_evals.json").read_text(encoding="utf-8"))
+    lines = ["| | times faster, or smaller | ours | baseline | numbers apart by |", "|---|---:|---:|---:|---:|"]
+    for row in run["results"]:
+        unit = "MB" if row["unit"] == "bytes" else row["unit"]
+        ours, baseline = (row[side] / (1e6 if unit == "MB" else 1) for side in ("ours", "baseline"))
+        apart = "" if row["max_abs_difference"] is None else f"{row['max_abs_difference']:.0e}"
+        lines.append(f"| `{row['name']}` | {row['ratio']:.2f} | {ours:.3g} {unit} | {baseline:.3g} {unit} | {apart} |")
+    return "\n".join([*lines, "", f"Medians of runs in turn. Commit `{run['commit']}`, {run['machine']}."])
+
+
 def filled(text: str) -> str:
     """Return the README's text with every marked table made anew."""
     tables = {
         "methods": methods_table,
         "tiny": lambda: results_table("tiny"),
         "smollm2": lambda: results_table("smollm2-135m"),
+        "bench": bench_table,
     }
     for name, make in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", flags=re.DOTALL)

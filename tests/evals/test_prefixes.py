@@ -1,12 +1,16 @@
+import gc
+import os
 import random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.cache_utils import DynamicLayer
 
 from evals import prefixes
-from evals.prefixes import MIN_SHARED, Query, last_hidden, prefix_tree
+from evals.nll import GROUPED
+from evals.prefixes import MIN_SHARED, Query, last_hidden, prefix_tree, schedule
 from rope_ext import Yarn, extend
 from tests.conftest import random_llama
 
@@ -69,8 +73,43 @@ def test_a_passkey_grid_shares_what_it_can(llama):
     assert prefix_tree(queries, share=False).num_tokens == whole
     # filler to 260 once; from there each trial at each position to its longest end, a question at each shorter one
     assert computed < 0.45 * whole
-    assert max(rows for rows, _ in seen) == 4
+    # branches of unequal beginnings that have grown equally long go together
+    assert max(rows for rows, _ in seen) > 4
     check(llama, queries)
+
+
+def test_what_is_held_stays_within_the_budget(llama):
+    """Where all branches do not fit side by side, one after another is computed, and its caches are let go."""
+    queries = grid((200, 300, 380), (40, 150, 260), 4)
+    tree = prefix_tree(queries)
+    wide, deep = (schedule(tree, lambda _node: 4, deep=each) for each in (False, True))
+    assert sorted(id(n) for s in wide.steps for n in s.nodes) == sorted(id(n) for s in deep.steps for n in s.nodes)
+    assert deep.peak_tokens < wide.peak_tokens
+    for plan in (wide, deep):  # a step continues what an earlier one has made
+        for number, (nodes, sources) in enumerate(plan.steps):
+            assert len({node.shape for node in nodes}) == 1
+            assert all(step < number and plan.steps[step].nodes[row].end == nodes[0].start for step, row in sources)
+    # 2 layers x keys and values x 2 heads x 16 numbers in fp32; half of the budget is for caches
+    budget = 2 * wide.peak_tokens * 2 * 2 * 2 * 16 * 4
+    alive = caches_alive(llama)
+    hidden_by_query(llama, queries, memory_budget=budget, max_rows=4)
+    most = max(alive)
+    alive.clear()
+    hidden_by_query(llama, queries, memory_budget=budget - 1, max_rows=4)
+    assert max(alive) < most
+    check(llama, queries, memory_budget=budget - 1, max_rows=4)
+
+
+def caches_alive(model):
+    """Return how many numbers the caches in memory hold, after each forward."""
+    alive = []
+
+    def count(*_args):
+        held = {id(t): t.numel() for c in gc.get_objects() if type(c) is DynamicLayer for t in (c.keys, c.values)}
+        alive.append(sum(held.values()))
+
+    model.base_model.register_forward_hook(count)
+    return alive
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -151,6 +190,19 @@ def test_caches_of_a_model_with_a_sliding_window():
 def test_under_a_patch(llama):
     with extend(llama, Yarn(), factor=8):
         check(llama, grid((200, 380), (40, 150), 3))
+
+
+def test_the_switch_of_transformers_is_left_as_it_was(llama, monkeypatch):
+    for before in (None, "0"):
+        monkeypatch.delenv(GROUPED, raising=False)
+        if before is not None:
+            monkeypatch.setenv(GROUPED, before)
+        seen = []
+        handle = llama.base_model.register_forward_hook(lambda *_args, seen=seen: seen.append(os.environ.get(GROUPED)))
+        check(llama, grid((200, 380), (40, 150), 3))
+        handle.remove()
+        assert os.environ.get(GROUPED) == before
+        assert "1" in seen or before == "0"
 
 
 def test_nothing_asked_nothing_done(llama):

@@ -47,6 +47,12 @@ def test_the_resolved_recipe_reads_back(tmp_path):
         ("seed: -1", "seed: -1 is refused"),
         ("methods: [yarn, 'yarn:beta_fast=32']", "yarn twice"),
         ("passkey: {depths: [0.5, 0, 0.5]}", "passkey.depths names 0.5 twice"),
+        ("passkey: {variants: [text, uuid, text]}", "passkey.variants names text twice"),
+        ("passkey: {variants: [texts]}", "passkey.variants.0: 'texts' is refused"),
+        ("passkey: {grid: absolute, positions: [0, 5, 5]}", "passkey.positions names 5 twice"),
+        ("passkey: {grid: absolute, positions: [-1]}", "passkey.positions.0: -1 is refused"),
+        ("passkey: {positions: [5]}", "passkey.positions say nothing on the relative grid"),
+        ("passkey: {generate: true, share: false}", "passkey.share says nothing where answers are decoded"),
         ("base: somewhere", "base: 'somewhere' is refused"),
     ],
 )
