@@ -6,6 +6,7 @@ hashed as token ids, so two runs either saw the same tokens or their `data_hash`
 
 import hashlib
 import json
+import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -108,7 +109,7 @@ def read_documents(path: Path) -> list[Document]:
             f"corpus: {path} does not exist; name a text, .jsonl or .parquet file, or a folder "
             "of them; a data set of the Hub is hub:OWNER/NAME"
         )
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    files = _files(path) if path.is_dir() else [path]
     files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     documents = [document for file in files for document in _read_file(file, path)]
     if not documents:
@@ -116,6 +117,13 @@ def read_documents(path: Path) -> list[Document]:
             f"corpus: {path} holds no documents; it needs at least one text, JSONL or Parquet file that is not empty"
         )
     return documents
+
+
+def _files(folder: Path) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise EvalError(f"corpus: {error.filename} cannot be read: {error.strerror}") from error
+
+    return sorted(Path(top) / name for top, _, names in os.walk(folder, onerror=refuse) for name in names)
 
 
 def _read_file(file: Path, root: Path) -> Iterator[Document]:

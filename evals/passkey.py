@@ -11,7 +11,7 @@ length asked for is the length measured, the key always has five digits, and its
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ from evals.variants import Texts, Variant, drawn
 FILLER = "The river is wide. The hills are green. The wind is slow. A road goes north and turns back again. "
 _ENDS, _ENDS_FULL = (".", "!", "?"), ("\u3002", "\uff01", "\uff1f")
 """What ends a sentence before white space, and what ends one by itself."""
+GOLDEN_SECTION = (5**0.5 - 1) / 2
 DRAWS = 1000
 """How many values are tried before a text is said to hold them all."""
 
@@ -39,7 +40,8 @@ class PasskeyPrompt:
         actual_depth: what whole tokens (in a text, whole sentences) allow: filler tokens before the needle over all
             filler tokens; None where there is no filler.
         key: the answer's text.
-        haystack: which text the filler is, for resampling; None if it is the same for every trial.
+        haystack: which text the filler is, for resampling; None if it is the same for every trial. See `clustered`.
+        documents: that the filler is taken from, if any.
         needle_start, needle_end: the ids that hold the needle; equal if there is none.
         data_hash: of the ids.
     """
@@ -55,6 +57,7 @@ class PasskeyPrompt:
     num_answer: int
     num_spare: int
     haystack: str | None
+    documents: tuple[str, ...]
     needle_start: int
     needle_end: int
     data_hash: str
@@ -67,11 +70,11 @@ class PasskeyPrompt:
 
 
 class Strand(NamedTuple):
-    """A piece of filler: its ids, the number of ids after which a line may stand, and whose text it is."""
+    """A piece of filler: its ids, the number of ids after which a line may stand, and the documents that it is of."""
 
     ids: list[int]
     breaks: Sequence[int]
-    haystack: str | None
+    documents: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -94,17 +97,37 @@ class RepeatedFiller:
         if num_tokens and not self.ids:
             raise EvalError("passkey: the filler is empty; give at least one token")
         times = -(-num_tokens // len(self.ids)) if self.ids else 0
-        return Strand((self.ids * times)[:num_tokens], range(num_tokens + 1), None)
+        return Strand((self.ids * times)[:num_tokens], range(num_tokens + 1))
+
+
+def _spread(num: int) -> list[int]:
+    """Return 0..num-1 such that the first few, however many, lie far apart on a circle: steps of the golden section.
+
+    A place that is taken already gives way to the next free one.
+    """
+    free = list(range(num))
+    wanted = (int(num * (i * GOLDEN_SECTION % 1.0)) for i in range(num))
+    return [free.pop(bisect_left(free, place) % len(free)) for place in wanted] or [0]
+
+
+class _Text(NamedTuple):
+    """Documents joined: their ids, where lines may stand, their names, and where each ends."""
+
+    ids: list[int]
+    breaks: list[int]
+    documents: tuple[str, ...]
+    ends: list[int]
 
 
 class TextFiller:
-    """Documents one after another, never twice in one prompt; trial t begins with the t-th, so texts differ."""
+    """Documents one after another, never twice in one prompt; trials begin far apart."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> None:
         self.tokenizer = tokenizer
         self.documents = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
+        self.beginnings = _spread(len(self.documents))
         self._encoded: dict[int, tuple[list[int], list[int]]] = {}
-        self._strands: dict[int, Strand] = {}
+        self._strands: dict[int, _Text] = {}
 
     def strand(self, trial: int, num_tokens: int) -> Strand:
         """Return the trial's text up to `num_tokens` ids; lines may stand where a sentence or a line has ended.
@@ -112,22 +135,26 @@ class TextFiller:
         Raises:
             EvalError: all documents together are shorter.
         """
-        first = trial % max(1, len(self.documents))
+        first = self.beginnings[trial % len(self.beginnings)]
         known = self._strands.get(first)
         if known is None or len(known.ids) < num_tokens:
             known = self._strands[first] = self._joined(first, num_tokens)
         breaks = [at for at in known.breaks if at <= num_tokens]
-        return Strand(known.ids[:num_tokens], sorted({*breaks, num_tokens}), known.haystack)
+        used = known.documents[: 1 + bisect_left(known.ends, num_tokens)]
+        return Strand(known.ids[:num_tokens], sorted({*breaks, num_tokens}), used)
 
-    def _joined(self, first: int, num_tokens: int) -> Strand:
+    def _joined(self, first: int, num_tokens: int) -> "_Text":
         ids: list[int] = []
+        ends: list[int] = []
         breaks: list[int] = []
         for step in range(len(self.documents)):
             more, places = self._document((first + step) % len(self.documents))
             breaks += [len(ids) + place for place in places]
             ids += more
+            ends.append(len(ids))
             if len(ids) >= num_tokens:
-                return Strand(ids, breaks, self.documents[first].name)
+                names = tuple(self.documents[(first + i) % len(self.documents)].name for i in range(step + 1))
+                return _Text(ids, breaks, names, ends)
         raise EvalError(
             f"passkey: {len(self.documents)} documents have {len(ids)} tokens together, {num_tokens} asked; give "
             "longer ones, or the variant on repetitive filler"
@@ -154,6 +181,25 @@ def _breaks(text: str, starts: Sequence[int | None]) -> Iterator[int]:
         apart = after.isspace() or len(before) < len(near)
         if before.endswith(("\n", *_ENDS_FULL)) or after == "\n" or (apart and before.endswith(_ENDS)):
             yield number
+
+
+def clustered(prompts: Sequence[PasskeyPrompt]) -> list[PasskeyPrompt]:
+    """Return the prompts with one haystack for all whose texts have a document in common, directly or through others.
+
+    Such trials are not independent: a cluster, not a trial, is what may be resampled.
+    """
+    leader: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while leader.setdefault(name, name) != name:
+            leader[name] = leader[leader[name]]
+            name = leader[name]
+        return name
+
+    for prompt in prompts:
+        for name in prompt.documents[1:]:
+            leader[find(name)] = find(prompt.documents[0])
+    return [replace(p, haystack=find(p.documents[0])) if p.documents else p for p in prompts]
 
 
 class _Parts(NamedTuple):
@@ -236,7 +282,7 @@ class PromptMaker:
                 )
             strand = self.filler.strand(trial, num_filler)
             # The filler of the other variants is ours, and holds no value
-            if strand.haystack is None or not self._occurs(parts.texts.values, strand.ids):
+            if not strand.documents or not self._occurs(parts.texts.values, strand.ids):
                 return self._assemble(parts, strand, length, depth, position, trial)
         raise EvalError(f"passkey: the text holds each of {DRAWS} values of {self.variant.name!r}; give another text")
 
@@ -276,7 +322,8 @@ class PromptMaker:
         before = _nearest(strand.breaks, wanted)
         lines = [(before, parts.needle)] if parts.needle else []
         for number, line in enumerate(parts.others, start=1):
-            lines.append((_nearest(strand.breaks, num_filler * number / (len(parts.others) + 1)), line))
+            # Between the usual depths, so that at none of them two lines stand side by side
+            lines.append((_nearest(strand.breaks, num_filler * (2 * number - 1) / (2 * len(parts.others) + 2)), line))
         ids, at, start = list(parts.head), 0, len(parts.head)
         for where, line in sorted(lines, key=lambda each: each[0]):  # of lines at one place the needle comes first
             ids += strand.ids[at:where]
@@ -296,7 +343,8 @@ class PromptMaker:
             ids=tuple(ids),
             num_answer=len(parts.answer),
             num_spare=self.num_spare,
-            haystack=strand.haystack,
+            haystack=" + ".join(strand.documents) or None,
+            documents=strand.documents,
             needle_start=start,
             needle_end=start + len(parts.needle),
             data_hash=hash_ids([ids]),

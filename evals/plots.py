@@ -101,7 +101,7 @@ def passkey_chart(cells: Sequence[Cell], label: str, *, original_context: int, m
     rows = [
         {
             "length": c.length,
-            "place": f"{c.depth:.0%}" if c.depth is not None else str(c.position),
+            "place": f"{100 * c.depth:g}%" if c.depth is not None else str(c.position),
             "value": c.value,
             "text": f"{c.value:.2f}",
             "order": c.depth if c.depth is not None else c.position,

@@ -98,6 +98,15 @@ def prefix_tree(
     return PrefixTree(queries=tuple(queries), roots=tuple(_Planter(queries, share=share, may_cut=may_cut).roots()))
 
 
+class _Growth(NamedTuple):
+    """Sequences whose nodes from `start` on belong to `siblings`; with `closing`, whose (end, children) are ready."""
+
+    members: Sequence[int]
+    start: int
+    siblings: list[Node]
+    closing: tuple[int, list[Node]] | None = None
+
+
 class _Planter:
     def __init__(self, queries: Sequence[Query], *, share: bool, may_cut: Callable[[int], bool]) -> None:
         self.queries, self.share, self.may_cut = queries, share, may_cut
@@ -113,17 +122,31 @@ class _Planter:
         return self.grow(order, 0)
 
     def grow(self, members: Sequence[int], start: int) -> list[Node]:
-        """Return the nodes from `start` on of sorted sequences that agree up to there."""
-        first, last = members[0], members[-1]
-        if self.queries[first] == self.queries[last]:
-            return [self.leaf(tuple(members), start)]
-        # Sorted, so what the outer two share, all share. The wanted positions stay on one side of a cut.
-        room = [len(self.rows[i]) - self.queries[i].keep for i in members]
-        cut = min(_common(self.rows[first], self.rows[last]), *room)
-        if cut - start >= MIN_SHARED and self.may_cut(cut):
-            children = [node for group in self.split(members, cut) for node in self.grow(group, cut)]
-            return [self.branch(tuple(members), start, cut, children)]
-        return [node for group in self.split(members, cut) for node in self.grow(group, start)]
+        """Return the nodes from `start` on of sorted sequences that agree up to there.
+
+        By a stack of its own: a grid of many positions has as many forks, one below another.
+        """
+        grown: list[Node] = []
+        pending: list[_Growth] = [_Growth(members, start, grown)]
+        while pending:
+            members, start, siblings, closing = pending.pop()
+            if closing is not None:
+                siblings.append(self.branch(tuple(members), start, *closing))
+                continue
+            first, last = members[0], members[-1]
+            if self.queries[first] == self.queries[last]:
+                siblings.append(self.leaf(tuple(members), start))
+                continue
+            # Sorted, so what the outer two share, all share. The wanted positions stay on one side of a cut.
+            room = [len(self.rows[i]) - self.queries[i].keep for i in members]
+            cut = min(_common(self.rows[first], self.rows[last]), *room)
+            if cut - start >= MIN_SHARED and self.may_cut(cut):
+                children: list[Node] = []
+                pending.append(_Growth(members, start, siblings, (cut, children)))
+                pending += [_Growth(group, cut, children) for group in self.split(members, cut)]
+            else:
+                pending += [_Growth(group, start, siblings) for group in self.split(members, cut)]
+        return grown
 
     def split(self, members: Sequence[int], cut: int) -> Iterator[list[int]]:
         """Yield the sequences by their token at a cut; those that cannot be cut later, each query by itself."""

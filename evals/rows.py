@@ -127,6 +127,11 @@ class Contrast:
     data_hash: str
 
 
+def column_name(row: Sample) -> str:
+    """Return task, protocol and length as one word."""
+    return f"{row.task}|{row.protocol}|{row.length}"
+
+
 def to_json(row: Sample | Cell | Contrast) -> str:
     """Return the row as one line of strict JSON.
 
@@ -217,8 +222,14 @@ _CHECKED = {"fingerprint", "task", "protocol", "unit", "data_hash", "length", "v
 def _is_sound(row: dict[str, Any]) -> bool:
     """Whether what a sample is told by, and counted with, is text and finite numbers."""
     texts = all(isinstance(row[name], str) for name in ("fingerprint", "task", "protocol", "unit", "data_hash"))
-    numbers = all(isinstance(row[n], int | float) and math.isfinite(row[n]) for n in ("length", "value", "weight"))
-    return texts and numbers and row["weight"] > 0
+    numbers = all(_is_number(row[name]) for name in ("length", "value", "weight"))
+    places = all(row.get(name) is None or _is_number(row[name]) for name in ("depth", "position"))
+    mappings = all(isinstance(row.get(name, {}), dict) for name in ("detail", "method_args"))
+    return texts and numbers and places and mappings and row["weight"] > 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_cells(path: Path) -> list[Cell]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evals.errors import EvalError
 
@@ -56,10 +57,9 @@ def mean_nll(nll: Sequence[float], tokens: Sequence[float], *, seed: int = 0, nu
     mean = float((values * weights).sum() / weights.sum())
     if len(values) == 1:
         return Estimate(mean, None, None, 1)
-    picks = np.random.default_rng(seed).integers(len(values), size=(num_resamples, len(values)))
-    means = (values * weights)[picks].sum(axis=1) / weights[picks].sum(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Estimate(mean, float(low), float(high), len(values))
+    weighted = values * weights
+    low, high = _wider(_resampled(weighted, weights, seed, num_resamples), weighted, weights)
+    return Estimate(mean, low, high, len(values))
 
 
 def wilson(successes: int, trials: int) -> Estimate:
@@ -72,12 +72,15 @@ def wilson(successes: int, trials: int) -> Estimate:
     """
     if not 0 <= successes <= trials or trials == 0:
         raise EvalError(f"accuracy: {successes} of {trials} is no proportion; at least one trial is needed")
-    p, z2 = successes / trials, Z95 * Z95
+    low, high = _wilson(successes / trials, float(trials))
+    return Estimate(successes / trials, low, high, trials)
+
+
+def _wilson(p: float, trials: float) -> tuple[float, float]:
+    z2 = Z95 * Z95
     centre = (p + z2 / (2 * trials)) / (1 + z2 / trials)
     half = Z95 / (1 + z2 / trials) * math.sqrt(p * (1 - p) / trials + z2 / (4 * trials * trials))
-    low = 0.0 if successes == 0 else max(0.0, centre - half)
-    high = 1.0 if successes == trials else min(1.0, centre + half)
-    return Estimate(p, low, high, trials)
+    return 0.0 if p == 0 else max(0.0, centre - half), 1.0 if p == 1 else min(1.0, centre + half)
 
 
 class Unit(NamedTuple):
@@ -112,10 +115,11 @@ def paired_difference(
     *,
     clusters: Mapping[str, str] | None = None,
     span: float | None = None,
+    resolution: float = 0.0,
     seed: int = 0,
     num_resamples: int = 10_000,
 ) -> Difference:
-    """Return the weighted mean of first minus second over units that both scored, with a percentile bootstrap interval.
+    """Return the weighted mean of first minus second over units that both scored, with a bootstrap interval.
 
     Methods saw the same tokens, so most of what makes one unit harder than another cancels; the interval of the
     difference is narrower than the two intervals suggest.
@@ -127,6 +131,7 @@ def paired_difference(
         span: the largest that a difference can be, where there is a largest (1 for right or wrong). If all clusters
             agree, resampling shows no spread however few they are; the interval then leaves room for what is seen in
             none of n clusters (Wilson), times the span.
+        resolution: what values differ by for no reason, as rounding; the interval reaches so far to either side.
         seed: of the resampling; a second call gives the same interval.
 
     Source: Miller, Adding Error Bars to Evals (arXiv 2411.00640), sections 2.2 and 4.2, with the bootstrap in place of
@@ -147,19 +152,87 @@ def paired_difference(
     if not np.isfinite(values).all() or (weights <= 0).any():
         raise EvalError("paired difference: a value that is not finite, or a unit without weight")
     _, cluster = np.unique([(clusters or {}).get(name, name) for name in names], return_inverse=True)
-    sums = np.bincount(cluster, weights=values * weights)
-    sizes = np.bincount(cluster, weights=weights)
+    sums, sizes = (np.bincount(cluster, weights=each).astype(np.float64) for each in (values * weights, weights))
     value = float(sums.sum() / sizes.sum())
     if len(sums) == 1:
         return Difference(value, None, None, len(names), None)
-    picks = np.random.default_rng(seed).integers(len(sums), size=(num_resamples, len(sums)))
-    means = sums[picks].sum(axis=1) / sizes[picks].sum(axis=1)
-    low, high = (float(q) for q in np.quantile(means, [0.025, 0.975]))
-    if span is not None and (sums == sums[0] / sizes[0] * sizes).all():
+    means = _resampled(sums, sizes, seed, num_resamples)
+    low, high = _wider(means, sums, sizes)
+    low, high = min(low, value - resolution), max(high, value + resolution)
+    if span is not None:
+        low, high = max(-span, low), min(span, high)
+    if span is not None and np.allclose(sums, value * sizes, rtol=0, atol=1e-9):
         unseen = span * (wilson(0, len(sums)).high or 0.0)
         low, high = max(-span, value - unseen), min(span, value + unseen)
     beyond = min(int((means <= 0).sum()), int((means >= 0).sum()))
-    return Difference(value, low, high, len(names), min(1.0, 2 * (beyond + 1) / (num_resamples + 1)))
+    # Turning signs of n clusters at will, as few as 2 of 2 ** n ways are as extreme as what was seen
+    p_value = max(min(1.0, 2 * (beyond + 1) / (num_resamples + 1)), 2.0 ** (1 - len(sums)))
+    return Difference(value, low, high, len(names), 1.0 if abs(value) <= resolution else p_value)
+
+
+def _resampled(
+    sums: NDArray[np.float64], sizes: NDArray[np.float64], seed: int, num_resamples: int
+) -> NDArray[np.float64]:
+    """Return the weighted mean of each resample of whole clusters, a block at a time so that many clusters fit."""
+    rng, block = np.random.default_rng(seed), max(1, 2_000_000 // len(sums))
+    means: list[NDArray[np.float64]] = []
+    for at in range(0, num_resamples, block):
+        picks = rng.integers(len(sums), size=(min(block, num_resamples - at), len(sums)))
+        means.append(sums[picks].sum(axis=1) / sizes[picks].sum(axis=1))
+    return np.concatenate(means)
+
+
+def _wider(means: NDArray[np.float64], sums: NDArray[np.float64], sizes: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the percentile interval, or Student's where that reaches farther: few clusters resampled vary too little.
+
+    Source: Cameron, Gelbach & Miller, Bootstrap-Based Improvements for Inference with Clustered Errors (2008), on how
+    few clusters mislead; t with one degree less than clusters is their remedy without a bootstrap.
+    """
+    low, high = (float(q) for q in np.quantile(means, [0.025, 0.975]))
+    n, value = len(sums), float(sums.sum() / sizes.sum())
+    error = math.sqrt(n / (n - 1) * float(((sums - value * sizes) ** 2).sum())) / float(sizes.sum())
+    half = student(n - 1) * error
+    return min(low, value - half), max(high, value + half)
+
+
+def student(freedom: int) -> float:
+    """Return the 97.5 % point of Student's distribution.
+
+    Source: Abramowitz & Stegun, table 26.10 up to 10 degrees, and expansion 26.7.5 from there on (to 1e-4).
+    """
+    few = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+    if freedom <= len(few):
+        return few[freedom - 1]
+    z, v = Z95, float(freedom)
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / v + second / v**2 + third / v**3
+
+
+def clustered_share(found: Mapping[str, tuple[int, int]]) -> Estimate:
+    """Return the share of successes with a Wilson interval that counts trials for less where a cluster's agree.
+
+    Args:
+        found: (successes, trials) of each cluster, as of the trials on one text.
+
+    The trials are divided by the design effect, the variance between clusters over the binomial one (Kish 1965), never
+    below 1; where all or none succeed, nothing tells the effect, and a cluster counts as one trial.
+
+    Raises:
+        EvalError: no trials.
+    """
+    successes, trials = (sum(each[i] for each in found.values()) for i in (0, 1))
+    whole = wilson(successes, trials)
+    p, n = whole.value, len(found)
+    if p in {0.0, 1.0}:
+        effective = float(n)
+    elif n == 1:
+        effective = 1.0
+    else:
+        between = n / (n - 1) * sum((s - p * t) ** 2 for s, t in found.values()) / trials**2
+        effective = trials / max(1.0, between / (p * (1 - p) / trials))
+    low, high = _wilson(p, effective)
+    return Estimate(p, low, high, trials)
 
 
 class EffectiveLength(NamedTuple):
@@ -192,7 +265,7 @@ def effective_length(accuracy: Mapping[int, float], *, threshold: float = 0.85) 
     """
     reached: int | None = None
     for length in sorted(accuracy):
-        if accuracy[length] < threshold:
+        if accuracy[length] < threshold - 1e-9:  # a share of a share is not exact in floats
             break
         reached = length
     return reached

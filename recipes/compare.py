@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -24,6 +25,11 @@ from rope_ext.patch import Fingerprint, extend
 from rope_ext.plan import Method, hyperparameters, label
 
 SAMPLES, CELLS, DIFFERENCES, RUN = "samples.jsonl", "cells.jsonl", "differences.jsonl", "run.json"
+UNITS = "units.json"
+RESOLUTION = 1e-5
+"""Nats that fp32 sums in another order differ by: less is no difference."""
+POOLED = (None, None)
+"""The depth and position of a cell over all places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +65,14 @@ class Comparison:
 
     @property
     def threshold(self) -> float | None:
-        """The accuracy that the effective length asks for; None where it is a share of what was not measured."""
+        """The accuracy that the effective length asks for; None where it is a share of 0 or of what is unknown."""
         asked = self.recipe.passkey
         if not asked.of_base:
             return asked.threshold
         pooled = self.pooled("passkey")
         fingerprint = list(self.labels)[self.recipe.methods.index(baseline_of(self.recipe))]
         base = pooled.get((fingerprint, min((n for _, n in pooled), default=0)))
-        return None if base is None or base.value is None else asked.threshold * base.value
+        return asked.threshold * base.value if base is not None and base.value else None
 
     def effective_lengths(self, *, by_bound: bool = False) -> dict[str, int | None]:
         """Return each method's passkey effective length by fingerprint; None is a measured miss at every length.
@@ -127,15 +133,15 @@ def run_compare(setting: Setting, *, advance: Advance = lambda _cost, _what: Non
         wanted = chain.from_iterable(work.keys for work in all_work(setting, subject, ALONE))
         scored[subject.digest] = [done[key] for key in wanted if key in done]
         cells += _cells(setting, subject.shared, scored[subject.digest], together.get(subject.digest, {}))
+    once(ranks, lambda: _write_aggregates(out, cells, [*chain.from_iterable(scored.values())]))
     contrasts = tuple(_contrasts(setting, scored))
     leg = _leg(setting, subjects, started)
 
-    def write() -> None:
-        rows.write(out / CELLS, cells)
+    def finish() -> None:
         rows.write(out / DIFFERENCES, contrasts)
         _write_run(setting, earlier, leg, done=True)
 
-    once(ranks, write)
+    once(ranks, finish)
     return Comparison(
         out=out,
         recipe=setting.recipe,
@@ -146,6 +152,17 @@ def run_compare(setting: Setting, *, advance: Advance = lambda _cost, _what: Non
         ratios=ratios,
         seconds=math.fsum(float(str(each["seconds"])) for each in [*earlier, leg]),
     )
+
+
+def _write_aggregates(out: Path, cells: Sequence[rows.Cell], samples: Sequence[rows.Sample]) -> None:
+    """Write the cells, and the units and tokens that they are made of: a file of samples may hold earlier ones too."""
+    rows.write(out / CELLS, cells)
+    units: dict[str, dict[str, str]] = {}
+    for sample in samples:
+        units.setdefault(rows.column_name(sample), {})[sample.unit] = sample.data_hash
+    partial = out / f"{UNITS}.partial"
+    partial.write_text(json.dumps(units, indent=1) + "\n", encoding="utf-8")
+    partial.replace(out / UNITS)
 
 
 def _measure(
@@ -243,13 +260,12 @@ def _cells(
     for measure in measures(setting):
         mine = [s for s in samples if (s.task, s.protocol, s.length) == measure]
         reason = failures.get(measure)
-        places = {(s.depth, s.position) for s in mine}
-        pooled = (None, None)
-        for depth, position in (pooled, *sorted(places - {pooled}, key=lambda place: (place[0] or 0, place[1] or 0))):
-            chosen = [s for s in mine if (depth, position) in {pooled, (s.depth, s.position)}]
-            if not chosen and not reason:
+        for (depth, position), wanted in _places(setting, measure).items():
+            chosen = [s for s in mine if (depth, position) in {POOLED, (s.depth, s.position)}]
+            missing = reason if len(chosen) < wanted else None
+            if not chosen and not missing:
                 continue
-            estimate, cell_reason = _estimate(measure.task, chosen, setting.recipe.seed, reason)
+            estimate, cell_reason = _estimate(measure.task, chosen, setting.recipe.seed, missing)
             yield rows.Cell(
                 **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
                 task=measure.task,
@@ -270,6 +286,16 @@ def _cells(
             )
 
 
+def _places(setting: Setting, measure: Measure) -> dict[tuple[float | None, int | None], int]:
+    """Return how many samples each cell of a column is to have: all of them pooled, then by depth or position."""
+    if measure.task != "passkey":
+        return {POOLED: len(setting.corpus.documents) if setting.corpus else 0}
+    prompts = [p for p in setting.prompts[measure.protocol] if p.length == measure.length]
+    by_place = Counter((p.depth, p.position) for p in prompts)
+    places = sorted(by_place.keys() - {POOLED}, key=lambda place: (place[0] or 0, place[1] or 0))
+    return {POOLED: len(prompts), **{place: by_place[place] for place in places}}
+
+
 def _total(samples: Sequence[rows.Sample], name: str) -> int | None:
     counts = [sample.detail.get(name) for sample in samples]
     return sum(count for count in counts if isinstance(count, int)) if None not in counts and counts else None
@@ -283,7 +309,15 @@ def _estimate(
         return None, reason
     try:
         if task == "passkey":
-            return stats.wilson(sum(s.value == 1.0 for s in samples), len(samples)), None
+            clusters: dict[str, list[int]] = {}
+            for sample in samples:
+                # Trials on one text share its luck; on repetitive filler each has its own
+                cluster = clusters.setdefault(str(sample.detail.get("haystack") or sample.unit), [0, 0])
+                cluster[0] += sample.value == 1.0
+                cluster[1] += 1
+            if all(trials == 1 for _, trials in clusters.values()):
+                return stats.wilson(sum(right for right, _ in clusters.values()), len(samples)), None
+            return stats.clustered_share({name: (right, n) for name, (right, n) in clusters.items()}), None
         mean = stats.perplexity if task == "perplexity" else stats.mean_nll
         return mean([s.value for s in samples], [s.weight for s in samples], seed=seed), None
     except EvalError as error:
@@ -300,7 +334,9 @@ def _contrasts(setting: Setting, scored: dict[str, list[rows.Sample]]) -> Iterat
             ours, theirs = (
                 [s for s in scored[each] if (s.task, s.protocol, s.length) == measure] for each in (digest, against)
             )
-            native = measure.length <= setting.geometry.original_context
+            # A bucket of positions comes from a forward over the longest length, whatever its own
+            seen = max(recipe.lengths) if measure.task == "nll-by-position" else measure.length
+            native = seen <= setting.geometry.original_context
             found = contrast_of(ours, theirs, names=(name, first), native=native, seed=recipe.seed)
             if found is not None:
                 yield found
@@ -364,7 +400,10 @@ def difference_of(ours: Sequence[rows.Sample], theirs: Sequence[rows.Sample], *,
     units = [{u: stats.Unit(s.value, 1.0 if s.task == "passkey" else s.weight) for u, s in side.items()} for side in of]
     haystacks = {unit: str(s.detail["haystack"]) for unit, s in of[0].items() if s.detail.get("haystack")}
     span = 1.0 if ours[0].task == "passkey" else None
-    return stats.paired_difference(units[0], units[1], clusters=haystacks or None, span=span, seed=seed)
+    resolution = 0.0 if span else RESOLUTION
+    return stats.paired_difference(
+        units[0], units[1], clusters=haystacks or None, span=span, resolution=resolution, seed=seed
+    )
 
 
 def _leg(setting: Setting, subjects: Sequence[Measured], started: float) -> dict[str, object]:
@@ -409,11 +448,23 @@ def _write_run(setting: Setting, earlier: Sequence[dict[str, object]], leg: dict
     partial.replace(setting.out / RUN)
 
 
+def check_earlier(out: Path) -> None:
+    """Read what a run that goes on has left.
+
+    Raises:
+        EvalError: a file of it is damaged.
+    """
+    _earlier_legs(out / RUN)
+    rows.read_samples(out / SAMPLES)
+
+
 def _earlier_legs(path: Path) -> list[dict[str, object]]:
     """Return the legs of a run that goes on: what was measured before, by which commit, in how many seconds."""
     try:
         legs = json.loads(path.read_text(encoding="utf-8"))["legs"]
-        _ = math.fsum(leg["seconds"] for leg in legs)  # raises where a leg is none
+        # raises where a leg is none
+        _ = math.fsum(leg["seconds"] for leg in legs), [(g["started"], g["commit"], g["machine"]) for g in legs]
+        _ = [dict(leg["versions"]) for leg in legs]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -12,16 +12,17 @@ from rich.text import Text
 
 from evals import rows
 from evals.rows import Contrast, Sample
-from recipes.compare import RUN, SAMPLES, contrast_of
+from recipes.compare import RUN, SAMPLES, UNITS, contrast_of
 from recipes.load import RecipeError
 from recipes.present import difference_in_words
+from recipes.work import METRICS
 from rope_ext.errors import RopeExtError
 from rope_ext.plan import spell
 from rope_ext.registry import method, nearest, parse_method
 
 
 class Run(NamedTuple):
-    """A run as far as it went: its samples by method, and the window of its model."""
+    """A finished run: the samples that its cells are made of by method, and the window of its model."""
 
     folder: Path
     samples: dict[str, list[Sample]]
@@ -37,19 +38,22 @@ def read_run(folder: Path) -> Run:
     """
     try:
         record = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        if record["finished"] is not True:
+            raise ValueError("it was stopped")  # noqa: TRY301  (one message for all that makes a run unusable)
         fingerprints, original = set(record["legs"][-1]["fingerprints"]), int(record["original_context"])
+        units = json.loads((folder / UNITS).read_text(encoding="utf-8"))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RecipeError(
-            f"contrast: {folder} holds no run ({error}); name a folder that compare has written"
+            f"contrast: {folder} holds no finished run ({error}); name a folder that compare has written, or go on "
+            f"with it: rope-ext compare --resume --out {folder}"
         ) from error
     samples: dict[str, list[Sample]] = {}
     for sample in rows.read_samples(folder / SAMPLES):
-        if sample.fingerprint in fingerprints:
+        wanted = units.get(rows.column_name(sample), {}).get(sample.unit)
+        if sample.fingerprint in fingerprints and sample.data_hash == wanted:
             samples.setdefault(_spelled(sample), []).append(sample)
     if not samples:
-        raise RecipeError(
-            f"contrast: {folder} holds no samples; go on with it by rope-ext compare --resume --out {folder}"
-        )
+        raise RecipeError(f"contrast: {folder} holds no samples, as all it was to measure failed; see its report.md")
     return Run(folder, samples, original)
 
 
@@ -60,22 +64,35 @@ def _spelled(sample: Sample) -> str:
         return sample.method
 
 
-def contrast_runs(first: Run, second: Run, *, methods: tuple[str, str] | None = None, seed: int = 0) -> list[Contrast]:
+def contrast_runs(
+    first: Run, second: Run, *, methods: tuple[str, str] | None = None, task: str | None = None, seed: int = 0
+) -> list[Contrast]:
     """Return how the second run differs from the first, measure by measure, on the units of both.
 
     Args:
         methods: one of the first run and one of the second; by default those that both have, each with itself, or the
             only ones that they have.
+        task: the only one to look at; by default all.
         seed: of the bootstrap.
 
     Raises:
-        RecipeError: a method that a run does not have, or nothing that both measured.
+        RecipeError: a method or a task that a run does not have, other windows, or nothing that both measured.
         EvalError: the runs saw different tokens.
     """
+    if task is not None and task not in METRICS:
+        raise RecipeError(f"contrast: {task!r} is not a task{nearest(task, list(METRICS))} known: {', '.join(METRICS)}")
+    if first.original_context != second.original_context:
+        raise RecipeError(
+            f"contrast: {first.folder} has an original window of {first.original_context} tokens and {second.folder} "
+            f"of {second.original_context}; what a stretch costs is then not the same question"
+        )
     found: list[Contrast] = []
     for ours, theirs in [_chosen(first, second, methods)] if methods else _pairs(first, second):
         before, after = (_by_measure(run.samples[name]) for run, name in ((first, ours), (second, theirs)))
-        for measure in before.keys() & after.keys():
+        for measure in sorted(before.keys() & after.keys()):
+            if task not in {None, measure[0]}:
+                continue
+            _check_units(before[measure], after[measure], first, second)
             contrast = contrast_of(
                 after[measure],
                 before[measure],
@@ -92,6 +109,18 @@ def contrast_runs(first: Run, second: Run, *, methods: tuple[str, str] | None = 
         )
     order = {task: i for i, task in enumerate(("perplexity", "nll-by-position", "long-context-gain", "passkey"))}
     return sorted(found, key=lambda c: (c.method, c.against, order.get(c.task, 9), c.protocol, c.length))
+
+
+def _check_units(before: Sequence[Sample], after: Sequence[Sample], first: Run, second: Run) -> None:
+    """Refuse other documents or trials under one task, protocol and length; `difference_of` refuses other tokens."""
+    alone = sorted({s.unit for s in before} ^ {s.unit for s in after})
+    if alone:
+        one = before[0]
+        raise RecipeError(
+            f"contrast: {first.folder} and {second.folder} did not measure the same in {one.task} ({one.protocol}) at "
+            f"{one.length}: {alone[0]!r} and {len(alone) - 1} more are in one only; measure both on the same data, or "
+            "name another --task"
+        )
 
 
 def _pairs(first: Run, second: Run) -> list[tuple[str, str]]:
@@ -117,16 +146,16 @@ def _chosen(first: Run, second: Run, methods: tuple[str, str]) -> tuple[str, str
 
 
 def _by_measure(samples: Sequence[Sample]) -> dict[tuple[str, str, int], list[Sample]]:
-    """Return the samples by task, protocol and length, the latest of each unit."""
-    found: dict[tuple[str, str, int], dict[str, Sample]] = {}
+    """Return the samples by task, protocol and length."""
+    found: dict[tuple[str, str, int], list[Sample]] = {}
     for sample in samples:
-        found.setdefault((sample.task, sample.protocol, sample.length), {})[sample.unit] = sample
-    return {measure: list(units.values()) for measure, units in found.items()}
+        found.setdefault((sample.task, sample.protocol, sample.length), []).append(sample)
+    return found
 
 
-def contrast_table(contrasts: Sequence[Contrast]) -> Table:
+def contrast_table(contrasts: Sequence[Contrast], title: str) -> Table:
     """Return one row a measure."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=Text(CAPTION), caption_justify="left")
+    view = Table(title=Text(title), box=box.SIMPLE_HEAD, pad_edge=False, caption=Text(CAPTION), caption_justify="left")
     for head in ("second against first", "task", "protocol", "length", "difference", "n"):
         view.add_column(head, overflow="fold", justify="right" if head in {"length", "n"} else "left")
     for c in contrasts:

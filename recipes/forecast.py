@@ -92,7 +92,7 @@ def _unshared_cost(setting: Setting, columns: list[Measure]) -> Cost:
         for measure in columns:
             if measure.protocol.startswith(("sliding", "yarn-legacy")):
                 bos = setting.corpus.bos if setting.corpus else None
-                moved = windows(document, measure.length, stride=setting.recipe.perplexity.stride, bos=bos)
+                moved = windows(document, measure.length, stride=setting.recipe.perplexity.stride_tokens, bos=bos)
                 lengths += [len(window.ids) for window in moved]
             elif measure.task == "long-context-gain":
                 lengths += [measure.length, setting.geometry.original_context]

@@ -62,6 +62,12 @@ def make_recipe(values: Mapping[str, object], where: str = "recipe") -> CompareR
             raise RecipeError(
                 f"{where}: baseline {recipe.baseline!r} is not among the methods ({', '.join(recipe.methods)}); add it"
             )
+    _check(recipe, where)
+    return recipe
+
+
+def _check(recipe: CompareRecipe, where: str) -> None:
+    """Refuse what contradicts itself, or would have no effect."""
     for key, entries in (
         ("perplexity.protocols", recipe.perplexity.protocols),
         ("methods", recipe.methods),
@@ -72,17 +78,20 @@ def make_recipe(values: Mapping[str, object], where: str = "recipe") -> CompareR
         repeated = sorted({str(v) for v in entries if entries.count(v) > 1})
         if repeated:
             raise RecipeError(f"{where}: {key} names {', '.join(repeated)} twice; each once")
+    if len({f"{depth:g}" for depth in recipe.passkey.depths}) < len(recipe.passkey.depths):
+        raise RecipeError(f"{where}: passkey.depths holds two that agree to six digits; give them farther apart")
     if recipe.passkey.positions and recipe.passkey.grid == "relative":
         raise RecipeError(f"{where}: passkey.positions say nothing on the relative grid; add grid: absolute")
     if recipe.passkey.generate and not recipe.passkey.share:
         raise RecipeError(f"{where}: passkey.share says nothing where answers are decoded; leave one of them out")
-    return recipe
 
 
 def write_recipe(recipe: CompareRecipe, path: Path) -> None:
     """Write the resolved recipe; `rope-ext compare --recipe` runs it again."""
     plain = _plain(asdict(recipe))
-    path.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    partial = path.with_suffix(".partial")  # a torn one could be read as another recipe
+    partial.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    partial.replace(path)
 
 
 def _plain(value: object) -> object:

@@ -61,7 +61,7 @@ def _threshold(comparison: Comparison) -> str:
     asked = comparison.recipe.passkey
     if not asked.of_base:
         return f"{asked.threshold:g} or better"
-    known = "not measured" if comparison.threshold is None else f"{comparison.threshold:.3g}"
+    known = "0 or unknown" if comparison.threshold is None else f"{comparison.threshold:.3g}"
     return f"{asked.threshold:g} of the baseline's share at the shortest length ({known}) or better"
 
 
@@ -88,7 +88,8 @@ def _short(cell: Cell | None) -> str:
 def _caption(comparison: Comparison) -> str:
     parts: list[str] = []
     for task, short in _tasks(comparison):
-        n = max(cell.n for cell in comparison.pooled(task).values())
+        counts = {cell.n for cell in comparison.pooled(task).values()}
+        n = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
         if task == "perplexity":
             words = protocol_in_words(next(iter(comparison.pooled(task).values())).protocol)
             parts.append(f"{short}: perplexity of {words}, {n} documents.")
@@ -192,6 +193,11 @@ def _native_markdown(comparison: Comparison) -> list[str]:
     native = [c for c in comparison.contrasts if c.native and (c.task, c.protocol) in firsts]
     if not native:
         within = f"at most {comparison.original_context} tokens"
+        failed = sorted(
+            {c.method for c in comparison.cells if c.value is None and c.length <= comparison.original_context}
+        )
+        if failed:
+            return [*head, f"Not known: what was measured within {within} failed under {', '.join(failed)}.", ""]
         return [*head, f"Not measured against a baseline: it takes two methods, and a length of {within}.", ""]
     longest = max(contrast.length for contrast in native)
     at_longest = [contrast for contrast in native if contrast.length == longest]
@@ -200,8 +206,9 @@ def _native_markdown(comparison: Comparison) -> list[str]:
     lines.append("|---" + "|---:" * len(shown) + "|")
     at = {(c.fingerprint, c.task): c for c in at_longest}
     for fingerprint, label in comparison.labels.items():
-        row = [difference_in_words(at.get((fingerprint, task))) for task in shown]
-        if any(row):
+        if fingerprint != native[0].against_fingerprint:
+            found = [at.get((fingerprint, task)) for task in shown]
+            row = ["failed" if contrast is None else difference_in_words(contrast) for contrast in found]
             lines.append(f"| {label} | " + " | ".join(row) + " |")
     return [*head, *lines, ""]
 
@@ -275,12 +282,13 @@ def protocol_in_words(protocol: str) -> str:
         place = "" if variant in {"no-needle", "needle-only"} else ", all depths"
         place = ", absolute positions" if "-absolute" in protocol else place
         return VARIANT_WORDS[variant] + place + (", decoded" if protocol.endswith("-generate") else "")
-    name, _, number = protocol.rpartition("-")
+    name, _, number = protocol.partition("-over-")[0].rpartition("-")
+    original = protocol.rpartition("-")[2]
     words = {
         "last": f"the last {number} of the first L tokens",
         "sliding": f"windows of L tokens moved by {number}, each token once",
         "yarn-legacy": f"windows of L tokens moved by {number}, unweighted mean of their means",
-        "gain": f"the last {number} tokens at L, against the same with the original window",
+        "gain": f"the last {number} tokens at L, against the same with the last {original} alone",
     }
     whole = {"prefix": "the first L tokens", "by-position": "one forward"}
     return whole.get(protocol) or words[name]

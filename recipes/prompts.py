@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from evals.corpora import Document, encode
-from evals.passkey import FILLER, PasskeyPrompt, PromptMaker, RepeatedFiller, TextFiller
+from evals.passkey import FILLER, PasskeyPrompt, PromptMaker, RepeatedFiller, TextFiller, clustered
 from evals.variants import VARIANTS, Variant
 from recipes.load import RecipeError
 from recipes.schema import PasskeyTask
@@ -42,8 +42,9 @@ def make_prompts(
         RecipeError: no position fits into a length.
     """
     found: Prompts = {}
-    for name in task.variants if task.trials else ():
-        variant = VARIANTS[name]
+    # Controls last: the first is what tables are of
+    ordered = sorted((VARIANTS[name] for name in task.variants), key=lambda variant: not variant.has_place)
+    for variant in ordered if task.trials else ():
         filler = TextFiller(tokenizer, documents) if variant.on_text else RepeatedFiller(encode(tokenizer, FILLER))
         spare = SPARE if task.generate else 0
         maker = PromptMaker(tokenizer=tokenizer, variant=variant, filler=filler, seed=seed, num_spare=spare)
@@ -58,7 +59,7 @@ def make_prompts(
                     )
             else:
                 some = maker.relative(length=length, depths=task.depths, num_trials=task.trials)
-            prompts += some
+            prompts += clustered(some)
         found[passkey_protocol(task, variant)] = prompts
     return found
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from evals import grading, rows
 from evals.grading import Forest, FrequencyKey, PasskeyScore, WrittenScore
+from evals.nll import cache_bytes_per_token, itemsize_of, tokens_per_chunk
 from evals.passkey import PasskeyPrompt
 from evals.prefixes import TOKENS_PER_FORWARD
 from evals.rows import SampleKey
@@ -26,13 +27,16 @@ def passkey_work(setting: Setting, subject: Subject, ranks: Ranks) -> Iterator[W
             yield _work(setting, protocol, mine, subject)
 
 
-def _work(setting: Setting, protocol: str, prompts: Sequence[PasskeyPrompt], subject: Subject) -> Work:
+def _work(
+    setting: Setting, protocol: str, prompts: Sequence[PasskeyPrompt], subject: Subject, *, careful: bool = False
+) -> Work:
+    """Return the scoring of prompts; `careful` takes one at a time and holds nothing that another could use."""
     keys = tuple(_key(prompt, protocol, subject.digest) for prompt in prompts)
     lengths = sorted({prompt.length for prompt in prompts}, reverse=True)
 
     def score(missing: set[SampleKey]) -> Iterator[list[rows.Sample]]:
         wanted = [prompt for prompt, each in zip(prompts, keys, strict=True) if each in missing]
-        for scored in _scores(setting, wanted, subject.key):
+        for scored in _scores(setting, wanted, subject.key, careful=careful):
             yield [
                 rows.Sample(
                     **subject.shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
@@ -53,7 +57,7 @@ def _work(setting: Setting, protocol: str, prompts: Sequence[PasskeyPrompt], sub
 
     def parts() -> list[Work]:
         if len(lengths) == 1:
-            return []
+            return [] if careful else [_work(setting, protocol, prompts, subject, careful=True)]
         by_length = ([p for p in prompts if p.length == length] for length in lengths)
         return [_work(setting, protocol, some, subject) for some in by_length]
 
@@ -81,19 +85,35 @@ def _about(prompt: PasskeyPrompt) -> dict[str, object]:
 
 
 def _scores(
-    setting: Setting, prompts: Sequence[PasskeyPrompt], key: FrequencyKey
+    setting: Setting, prompts: Sequence[PasskeyPrompt], key: FrequencyKey, *, careful: bool
 ) -> Iterator[list[tuple[int, float, dict[str, object]]]]:
     """Yield (number, 1 or 0, what else is worth keeping) of prompts as they are scored."""
-    task, tokenizer = setting.recipe.passkey, setting.tokenizer
+    task, tokenizer, model, budget = (
+        setting.recipe.passkey,
+        setting.tokenizer,
+        setting.model,
+        setting.recipe.memory_budget,
+    )
     if task.generate:
-        written = grading.write_answers(
-            setting.model, tokenizer, prompts, max_rows=lambda length: TOKENS_PER_FORWARD // length
-        )
+        token = cache_bytes_per_token(model.config, itemsize_of(model))
+
+        def max_rows(length: int) -> int:
+            # Half of the budget for what a forward computes, half for the keys and values that it leaves
+            config, itemsize = model.config, itemsize_of(model)
+            tokens = tokens_per_chunk(config, itemsize, length, budget, most=TOKENS_PER_FORWARD)
+            return 1 if careful else max(1, min(tokens, budget // 2 // token) // length)
+
+        written = grading.write_answers(model, tokenizer, prompts, max_rows=max_rows)
         for some in written:
             yield [(number, float(score.exact), _written(score)) for number, score in some]
         return
     scored = grading.score_prompts(
-        setting.model, prompts, frequency_key=key, share=task.share, memory_budget=setting.recipe.memory_budget
+        model,
+        prompts,
+        frequency_key=key,
+        share=task.share and not careful,
+        memory_budget=budget,
+        max_rows=1 if careful else None,
     )
     for some in scored:
         yield [(number, float(score.correct), _forced(score, tokenizer)) for number, score in some]

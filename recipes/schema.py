@@ -20,16 +20,29 @@ class PerplexityTask:
         documents: of the corpus; 0 measures none.
         protocols: "prefix" alone costs one forward a document, and "last-k" and "by-position" come with it;
             "sliding", "yarn-legacy" and "gain" have forwards of their own.
-        stride: by which sliding windows move, tokens.
-        last: k of last-k and gain, tokens.
+        stride: by which sliding windows move, tokens; by default 256, and at most half of the shortest length.
+        last: k of last-k and gain, tokens; by default 256, and at most half of the shortest length and of the original
+            window.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     documents: Annotated[int, Field(ge=0)] = 8
     protocols: tuple[Literal["prefix", "last-k", "by-position", "sliding", "yarn-legacy", "gain"], ...] = ("prefix",)
-    stride: Annotated[int, Field(ge=1)] = 256
-    last: Annotated[int, Field(ge=1)] = 256
+    stride: Annotated[int, Field(ge=1)] | None = None
+    last: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def stride_tokens(self) -> int:
+        """The stride, once a setting has put its default in."""
+        assert self.stride is not None
+        return self.stride
+
+    @property
+    def last_tokens(self) -> int:
+        """The last tokens, once a setting has put their default in."""
+        assert self.last is not None
+        return self.last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +68,8 @@ class PasskeyTask:
     grid: Literal["relative", "absolute"] = "relative"
     depths: tuple[Fraction, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     positions: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    trials: Annotated[int, Field(ge=0)] = 5
-    threshold: Fraction = 0.85
+    trials: Annotated[int, Field(ge=0, le=10_000)] = 5
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.85
     of_base: bool = False
     generate: bool = False
     share: bool = True

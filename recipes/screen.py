@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from recipes.all_work import total_cost
-from recipes.compare import Comparison, run_compare
+from recipes.compare import Comparison, check_earlier, run_compare
 from recipes.load import RecipeError
 from recipes.present import table, write_pictures, write_report
 from recipes.ranks import ALONE, Ranks, once
@@ -36,6 +36,7 @@ def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool, 
     again = f"go on with: rope-ext compare --resume --out {setting.out}"
     with ExitStack() as stack:
         once(ranks, lambda: _lock(setting.out, stack))
+        once(ranks, lambda: check_earlier(setting.out))
         try:
             comparison = _run_under_bar(setting)
             once(ranks, lambda: write_report(comparison, write_pictures(comparison)))
@@ -96,7 +97,8 @@ def _tokens(done: float, total: Cost) -> str:
 def show(comparison: Comparison) -> None:
     """Print the table and where everything is."""
     console = Console()
-    console.print(table(comparison))
+    if comparison.pooled("perplexity") or comparison.pooled("passkey"):
+        console.print(table(comparison))
     where = f"{comparison.seconds:.0f} s; everything is in {comparison.out} (start with report.md)"
     console.print(where, soft_wrap=True, markup=False, highlight=False)
 

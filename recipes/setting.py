@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from evals import corpora
 from evals.corpora import Corpus
 from evals.hub import PREFIX
+from evals.nll import itemsize_of, rows_per_chunk
 from evals.variants import VARIANTS
 from recipes import data
 from recipes.load import RecipeError, make_recipe, read_recipe, write_recipe
@@ -69,14 +70,16 @@ def load_setting(recipe: CompareRecipe) -> Setting:
         RopeExtError, EvalError: any bad input.
     """
     methods = tuple(parse_method(text) for text in recipe.methods)
-    if not recipe.perplexity.documents and not _asks_passkeys(recipe):
+    if not (recipe.perplexity.documents and recipe.perplexity.protocols) and not _asks_passkeys(recipe):
         raise RecipeError("recipe: nothing to measure; ask for perplexity.documents or passkey.trials above 0")
     model, tokenizer = load_model(recipe.model)
     geometry = read_geometry(model.config, base=recipe.base, original_context=recipe.original_context)
     factor = 4.0 if recipe.context is None else None
     context = resolve_context(geometry, context=recipe.context, factor=factor)
     lengths = recipe.lengths or default_lengths(geometry.original_context, context)
+    recipe = _with_numbers(recipe, min(lengths), geometry.original_context)
     _check_protocols(recipe, min(lengths), geometry.original_context)
+    rows_per_chunk(model.config, itemsize_of(model), recipe.memory_budget)
     for method in methods:
         _check_method(model, method, context, recipe)
     recipe = replace(
@@ -131,19 +134,32 @@ def _check_method(model: PreTrainedModel, method: Method, context: int, recipe: 
             )
 
 
+def _with_numbers(recipe: CompareRecipe, shortest: int, original: int) -> CompareRecipe:
+    """Return the recipe with the stride and the last tokens that it leaves open."""
+    asked = recipe.perplexity
+    stride = asked.stride or max(1, min(256, shortest // 2))
+    last = asked.last or max(1, min(256, shortest // 2, original // 2))
+    return replace(recipe, perplexity=replace(asked, stride=stride, last=last))
+
+
 def _check_protocols(recipe: CompareRecipe, shortest: int, original: int) -> None:
     """Refuse numbers of a protocol that leave nothing to score at the shortest length."""
-    asked = recipe.perplexity
-    room = shortest - 1
-    if {"sliding", "yarn-legacy"} & set(asked.protocols) and asked.stride > room:
+    asked, room = recipe.perplexity, shortest - 1
+    if not asked.documents:
+        return
+    if {"sliding", "yarn-legacy"} & set(asked.protocols) and asked.stride_tokens > room:
         raise RecipeError(
-            f"perplexity.stride: {asked.stride} would skip tokens in windows of {shortest}; give 1 to {room}"
+            f"perplexity.stride (--stride): {asked.stride_tokens} would skip tokens in windows of {shortest}; "
+            f"give 1 to {room}"
         )
-    if "last-k" in asked.protocols and asked.last > room:
-        raise RecipeError(f"perplexity.last: {asked.last} of {shortest} tokens cannot be scored; give 1 to {room}")
-    if "gain" in asked.protocols and asked.last >= original:
+    if "last-k" in asked.protocols and asked.last_tokens > room:
         raise RecipeError(
-            f"perplexity.last: {asked.last} tokens fill the original window of {original}; give 1 to {original - 1}"
+            f"perplexity.last (--last): {asked.last_tokens} of {shortest} tokens cannot be scored; give 1 to {room}"
+        )
+    if "gain" in asked.protocols and asked.last_tokens >= original:
+        raise RecipeError(
+            f"perplexity.last (--last): {asked.last_tokens} tokens fill the original window of {original}; give 1 to "
+            f"{original - 1}"
         )
 
 

@@ -21,7 +21,6 @@ from evals.perplexity import (
 )
 from evals.rows import SampleKey
 from recipes.ranks import Ranks
-from recipes.schema import CompareRecipe
 from recipes.setting import Setting, forward_cost
 
 FROM_ONE_FORWARD = ("prefix", "last-k", "by-position")
@@ -90,22 +89,22 @@ def measures(setting: Setting) -> list[Measure]:
     found: list[Measure] = []
     if recipe.perplexity.documents:
         for protocol in recipe.perplexity.protocols:
-            found += [_measure(recipe, protocol, n) for n in recipe.lengths if protocol != "gain" or n > original]
+            found += [_measure(setting, protocol, n) for n in recipe.lengths if protocol != "gain" or n > original]
     for protocol, prompts in setting.prompts.items():
         found += [Measure("passkey", protocol, length) for length in sorted({prompt.length for prompt in prompts})]
     return found
 
 
-def _measure(recipe: CompareRecipe, protocol: str, length: int) -> Measure:
+def _measure(setting: Setting, protocol: str, length: int) -> Measure:
     """Return the column of a protocol; its own numbers are part of its name, since they make results incomparable."""
-    asked = recipe.perplexity
+    asked, original = setting.recipe.perplexity, setting.geometry.original_context
     return {
         "prefix": Measure("perplexity", "prefix", length),
-        "last-k": Measure("perplexity", f"last-{asked.last}", length),
-        "sliding": Measure("perplexity", f"sliding-{asked.stride}", length),
-        "yarn-legacy": Measure("perplexity", f"yarn-legacy-{asked.stride}", length),
+        "last-k": Measure("perplexity", f"last-{asked.last_tokens}", length),
+        "sliding": Measure("perplexity", f"sliding-{asked.stride_tokens}", length),
+        "yarn-legacy": Measure("perplexity", f"yarn-legacy-{asked.stride_tokens}", length),
         "by-position": Measure("nll-by-position", "by-position", length),
-        "gain": Measure("long-context-gain", f"gain-{asked.last}", length),
+        "gain": Measure("long-context-gain", f"gain-{asked.last_tokens}-over-{original}", length),
     }[protocol]
 
 
@@ -136,14 +135,16 @@ def document_work(setting: Setting, subject: Subject, ranks: Ranks) -> Iterator[
         for length in sorted(recipe.lengths, reverse=True):
             if sliding and setting.corpus:
                 scored = partial(_score_sliding, setting, document, sliding, length, subject.key)
-                wanted = [_measure(recipe, p, length) for p in sliding]
+                wanted = [_measure(setting, p, length) for p in sliding]
                 moved = windows(
-                    document, length, stride=asked.stride, bos=setting.corpus.bos if setting.corpus else None
+                    document, length, stride=asked.stride_tokens, bos=setting.corpus.bos if setting.corpus else None
                 )
                 yield _work(document, wanted, scored, [(0, len(window.ids)) for window in moved], subject)
             if "gain" in asked.protocols and length > original:
                 scored = partial(_score_gain, setting, document, length, subject.key)
-                yield _work(document, [_measure(recipe, "gain", length)], scored, [(0, length), (0, original)], subject)
+                yield _work(
+                    document, [_measure(setting, "gain", length)], scored, [(0, length), (0, original)], subject
+                )
 
 
 def _together(
@@ -152,7 +153,7 @@ def _together(
     """Return the protocols that one forward over the longest length gives; its parts have one for each length."""
     needed = lengths if "by-position" not in protocols else setting.recipe.lengths
     stretches = [(0, longest) for longest, _ in group_lengths(needed, subject.key)]
-    wanted = [_measure(setting.recipe, p, n) for p in protocols for n in lengths]
+    wanted = [_measure(setting, p, n) for p in protocols for n in lengths]
     scored = partial(_score_together, setting, document, protocols, lengths, subject.key)
 
     def parts() -> list[Work]:
@@ -164,7 +165,7 @@ def _together(
             smaller.append(_together(setting, document, ["by-position"], lengths, subject))
         return smaller
 
-    return _work(document, wanted, scored, stretches, subject, parts)
+    return _work(document, wanted, scored, stretches, subject, parts, setting.recipe.lengths)
 
 
 def _work(
@@ -174,8 +175,9 @@ def _work(
     stretches: Sequence[Stretch],
     subject: Subject,
     parts: Callable[[], list[Work]] = list,
+    edges: Sequence[int] = (),
 ) -> Work:
-    hashes = {measure: _hash(document, measure) for measure in wanted}
+    hashes = {measure: _hash(document, measure, edges) for measure in wanted}
 
     def samples(_missing: set[SampleKey]) -> Iterator[list[rows.Sample]]:
         yield [
@@ -200,9 +202,15 @@ def _work(
     return Work(measures=tuple(wanted), keys=keys, stretches=lambda: stretches, score=samples, parts=parts)
 
 
-def _hash(document: TokenDocument, measure: Measure) -> str:
-    """Hash the ids that a measure looks at: the first L, or the whole document where windows move over it."""
-    whole = measure.task == "nll-by-position" or measure.protocol.startswith(("sliding", "yarn-legacy"))
+def _hash(document: TokenDocument, measure: Measure, edges: Sequence[int]) -> str:
+    """Hash the ids that a measure looks at: the first L, or the whole document where windows move over it.
+
+    A bucket of positions also begins somewhere, at the edge before its length.
+    """
+    if measure.task == "nll-by-position":
+        before = [edge for edge in sorted(edges) if edge < measure.length]
+        return corpora.hash_ids([document.ids, before[-1:]])
+    whole = measure.protocol.startswith(("sliding", "yarn-legacy"))
     return corpora.hash_ids([document.ids if whole else document.ids[: measure.length]])
 
 
@@ -216,11 +224,11 @@ def _score_together(
     for protocol in protocols:
         if protocol == "by-position":
             buckets = by_position(nll[max(needed)], (0, *needed))
-            found |= {_measure(recipe, protocol, end): scored for end, scored in buckets.items() if end in lengths}
+            found |= {_measure(setting, protocol, end): scored for end, scored in buckets.items() if end in lengths}
             continue
         for length in lengths:
-            k = recipe.perplexity.last if protocol == "last-k" else len(nll[length])
-            found[_measure(recipe, protocol, length)] = last_k(nll[length], k)
+            k = recipe.perplexity.last_tokens if protocol == "last-k" else len(nll[length])
+            found[_measure(setting, protocol, length)] = last_k(nll[length], k)
     return found
 
 
@@ -233,13 +241,13 @@ def _score_sliding(
         setting.model,
         document,
         length,
-        stride=recipe.perplexity.stride,
+        stride=recipe.perplexity.stride_tokens,
         bos=corpus.bos,
         frequency_key=key,
         memory_budget=recipe.memory_budget,
     )
     both = {"sliding": weighted, "yarn-legacy": legacy}
-    return {_measure(recipe, protocol, length): both[protocol] for protocol in protocols}
+    return {_measure(setting, protocol, length): both[protocol] for protocol in protocols}
 
 
 def _score_gain(setting: Setting, document: TokenDocument, length: int, key: FrequencyKey) -> dict[Measure, Scored]:
@@ -250,9 +258,9 @@ def _score_gain(setting: Setting, document: TokenDocument, length: int, key: Fre
         document,
         length,
         original=setting.geometry.original_context,
-        k=recipe.perplexity.last,
+        k=recipe.perplexity.last_tokens,
         bos=corpus.bos,
         frequency_key=key,
         memory_budget=recipe.memory_budget,
     )
-    return {_measure(recipe, "gain", length): gain}
+    return {_measure(setting, "gain", length): gain}

@@ -358,7 +358,7 @@ def compare(
     stride: Annotated[int | None, typer.Option("--stride", help="of sliding windows, in tokens")] = None,
     last: Annotated[int | None, typer.Option("--last", help="k of last-k and gain, in tokens")] = None,
     baseline: Annotated[
-        str | None, typer.Option("--baseline", help="the method that the others are paired with [unscaled]")
+        str | None, typer.Option("--baseline", help="the method that the others are paired with (default: unscaled)")
     ] = None,
     memory_budget: Annotated[
         str | None,
@@ -371,7 +371,7 @@ def compare(
         Path | None, typer.Option("--recipe", help="a YAML recipe; the other options override it")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="folder of the run [runs/<time>-compare-<model>]")
+        Path | None, typer.Option("--out", "-o", help="folder of the run (default: runs/<time>-compare-<model>)")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
     dry_run: Annotated[
@@ -431,7 +431,8 @@ def compare(
                 asked[name] = {**(given or {}), **section}
         made = make_recipe(values | asked, where=str(recipe or "compare"))
         if dry_run:
-            _forecast(made, as_json=as_json)
+            if os.environ.get("RANK", "0") == "0":
+                _forecast(made, as_json=as_json)
             return
         _compare(made, out, resume=False, as_json=as_json)
 
@@ -441,7 +442,12 @@ def contrast(
     first: Annotated[Path, typer.Argument(metavar="FIRST", help="the folder of a run")],
     second: Annotated[Path, typer.Argument(metavar="SECOND", help="the folder of another, on the same data")],
     methods: Annotated[
-        str | None, typer.Option("--methods", help="one of the first run and one of the second [those in both]")
+        str | None,
+        typer.Option("--methods", help="one of each run (default: those that are in both)"),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option("--task", help="perplexity, nll-by-position, long-context-gain or passkey alone"),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="of the bootstrap", min=0)] = 0,
     as_json: JsonOption = False,
@@ -458,12 +464,12 @@ def contrast(
         if pair is not None and len(pair) != 2:
             raise RecipeError(f"contrast: --methods {methods!r} names {len(pair)}; name two, as --methods yarn,ntk")
         found = contrast_runs(
-            read_run(first), read_run(second), methods=(pair[0], pair[1]) if pair else None, seed=seed
+            read_run(first), read_run(second), methods=(pair[0], pair[1]) if pair else None, task=task, seed=seed
         )
         if as_json:
             _print_json([dataclasses.asdict(each) for each in found])
             return
-        Console().print(contrast_table(found))
+        Console().print(contrast_table(found, f"{second} against {first}"))
 
 
 def _methods(text: str | None) -> list[str] | None:

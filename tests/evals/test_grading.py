@@ -107,9 +107,27 @@ def test_room_for_the_answer_is_counted_in_the_length(tokenizer, monkeypatch):
     monkeypatch.setattr(type(model), "generate", lambda _self, ids, **more: asked.append((ids.shape[1], more)) or ids)
     list(write_answers(model, tokenizer, prompts))
     for shown, more in asked:
-        assert shown + more["max_new_tokens"] == 300
-        assert more["max_new_tokens"] == prompts[0].num_answer + 7
-        assert more["do_sample"] is False
+        room = more["generation_config"].max_new_tokens
+        assert shown + room == 300
+        assert room == prompts[0].num_answer + 7
+
+
+@pytest.mark.parametrize(
+    "shipped",
+    [
+        {"no_repeat_ngram_size": 3},
+        {"repetition_penalty": 1.5},
+        {"do_sample": True, "temperature": 3.0},
+        {"suppress_tokens": list(range(10, 500))},
+        {"return_dict_in_generate": True},
+    ],
+)
+def test_a_checkpoint_that_forbids_repetition_is_decoded_greedily_all_the_same(shipped):
+    model, tokenizer = load_model("tiny", device="cpu")
+    model.generation_config.update(**shipped)
+    prompts = maker(tokenizer, num_spare=4).relative(length=200, depths=(0.5,), num_trials=4)
+    found = [score for some in write_answers(model, tokenizer, prompts) for _, score in some]
+    assert all(score.token_match and score.exact for score in found)
 
 
 def test_batched_equals_single(tokenizer):
@@ -129,6 +147,29 @@ def test_broken_models_are_refused(tokenizer):
         model.lm_head.weight[:] = torch.nan
     with pytest.raises(EvalError, match="not finite"):
         scores(model, prompts)
+
+
+def test_one_broken_prompt_costs_no_other_its_score(tokenizer):
+    model = random_llama(vocab_size=258)
+    prompts = maker(tokenizer).relative(length=300, depths=(0.0, 0.5, 1.0), num_trials=2)
+    broken = torch.tensor(prompts[3].ids[:-1])
+
+    def spoil(_module, _args, kwargs, output):
+        ids = kwargs["input_ids"]
+        for row in range(len(ids)):
+            if ids.shape[1] == len(broken) and bool((ids[row] == broken).all()):
+                output.last_hidden_state[row] = torch.nan
+
+    model.base_model.register_forward_hook(spoil, with_kwargs=True)
+    found = {}
+
+    def collect():
+        for some in score_prompts(model, prompts, frequency_key=same, share=False):
+            found.update(some)
+
+    with pytest.raises(EvalError, match=r"not finite for 1 of 6 prompts \(first: 0.5/1 at 300 tokens\)"):
+        collect()
+    assert set(found) == {0, 1, 2, 4, 5}
 
 
 def grid(tokenizer, variant):

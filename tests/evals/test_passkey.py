@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from evals import passkey
 from evals.corpora import Document, bos_id, encode, python_sources
 from evals.errors import EvalError
-from evals.passkey import PromptMaker, RepeatedFiller, TextFiller
+from evals.passkey import PromptMaker, RepeatedFiller, TextFiller, clustered
 from evals.variants import INSTRUCTION, QUESTION, VARIANTS, classic_with
 from recipes.schema import VariantName
 from tests.evals.conftest import byte_tokenizer
@@ -176,10 +176,24 @@ def test_texts_differ_by_trial_and_never_repeat(tokenizer):
     assert [p.haystack for p in prompts[:4]] == [p.haystack for p in prompts[4:]]
     assert len({p.haystack for p in prompts}) == 3  # as many as there are documents
     assert prompts[0].haystack == prompts[3].haystack
+    assert {p.haystack for p in clustered(prompts)} == {p.haystack for p in prompts}
     with pytest.raises(EvalError, match=r"3 documents have 21\d+ tokens together, 29\d+ asked"):
         maker(tokenizer, "text").relative(length=30_000, depths=(0.5,), num_trials=1)
     with pytest.raises(EvalError, match="0 documents have 0 tokens"):
         maker(tokenizer, "text", documents=[]).relative(length=600, depths=(0.5,), num_trials=1)
+
+
+def test_texts_that_overlap_are_one_cluster(tokenizer):
+    """Six documents of 900 tokens: six trials of 1,300 go round and are all connected."""
+    documents = [Document(name=f"d{i}", text=f"The {i}. story goes on.\n" * 40) for i in range(6)]
+    for num_trials, clusters in ((2, 2), (4, 2), (6, 1)):
+        made = maker(tokenizer, "text", documents=documents)
+        prompts = made.relative(length=1300, depths=(0, 1), num_trials=num_trials)
+        assert {len(p.documents) for p in prompts} == {2}
+        assert len({p.haystack for p in prompts}) == num_trials
+        assert len({p.haystack for p in clustered(prompts)}) == clusters
+    plain = maker(tokenizer).relative(length=600, depths=(0,), num_trials=3)
+    assert clustered(plain) == plain
 
 
 def test_a_value_that_the_text_holds_is_not_hidden_in_it(tokenizer):

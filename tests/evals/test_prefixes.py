@@ -205,6 +205,14 @@ def test_the_switch_of_transformers_is_left_as_it_was(llama, monkeypatch):
         assert "1" in seen or before == "0"
 
 
+def test_a_thousand_forks_below_one_another():
+    filler = ids(0, 40_000)
+    queries = [Query((*filler[:at], 95, 94, *filler[at : at + 40]), 1) for at in range(40, 40_000, 40)]
+    tree = prefix_tree(queries)
+    assert tree.num_tokens < 3 * 40_000
+    assert len(schedule(tree, lambda _node: 8, deep=True).steps) > 1000
+
+
 def test_nothing_asked_nothing_done(llama):
     assert list(last_hidden(llama, prefix_tree([]))) == []
     assert prefixes.prefix_tree([]).num_tokens == 0

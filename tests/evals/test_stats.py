@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evals.errors import EvalError
-from evals.stats import Unit, effective_length, effective_lengths, paired_difference, perplexity, wilson
+from evals.stats import (
+    Unit,
+    clustered_share,
+    effective_length,
+    effective_lengths,
+    mean_nll,
+    paired_difference,
+    perplexity,
+    student,
+    wilson,
+)
 
 
 def test_perplexity_weights_tokens_not_documents():
@@ -18,11 +28,60 @@ def test_perplexity_interval_is_seeded_and_brackets_the_value():
     nll, tokens = [1.0, 1.2, 0.9, 1.5, 1.1], [100, 100, 50, 100, 10]
     estimate = perplexity(nll, tokens, seed=3)
     assert estimate == perplexity(nll, tokens, seed=3)
-    assert estimate != perplexity(nll, tokens, seed=4)
     assert estimate.low < estimate.value < estimate.high
-    assert math.exp(min(nll)) <= estimate.low
-    assert estimate.high <= math.exp(max(nll))
     assert estimate.n == 5
+    many = [1 + (i * 7919 % 100) / 100 for i in range(200)]
+    assert perplexity(many, [1] * 200, seed=3) != perplexity(many, [1] * 200, seed=4)
+
+
+def test_students_points():
+    """Abramowitz & Stegun, table 26.10."""
+    table = {1: 12.706, 2: 4.303, 5: 2.571, 10: 2.228, 11: 2.201, 15: 2.131, 30: 2.042, 120: 1.980}
+    assert {n: round(student(n), 3) for n in table} == table
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 16])
+def test_few_documents_give_intervals_that_hold(n):
+    """Documents drawn from a normal: the interval covers the truth 19 times in 20, however few there are."""
+    rng = np.random.default_rng(n)
+    covered = clear = 0
+    for _ in range(400):
+        values = rng.normal(2.0, 0.5, size=n).tolist()
+        found = mean_nll(values, [100] * n, num_resamples=200)
+        covered += found.low <= 2.0 <= found.high
+        units = {str(i): Unit(value - 2.0) for i, value in enumerate(values)}
+        none = {str(i): Unit(0.0) for i in range(n)}
+        difference = paired_difference(units, none, num_resamples=200)
+        clear += difference.is_clear
+        assert difference.p_value >= 2.0 ** (1 - n)
+    # three standard errors of 400 draws
+    assert covered / 400 >= 0.95 - 0.033
+    assert clear / 400 <= 0.05 + 0.033
+
+
+def test_shares_of_trials_on_one_text_count_for_less():
+    loose = {str(i): (i % 2, 1) for i in range(40)}
+    # but for n / (n - 1) in the variance
+    assert clustered_share(loose) == pytest.approx(wilson(20, 40), rel=0.01)
+    tight = {str(i): (5 * (i % 2), 5) for i in range(8)}  # 40 trials that agree in each of 8 texts
+    found = clustered_share(tight)
+    assert (found.value, found.n) == (0.5, 40)
+    assert found.high - found.low > 1.9 * (wilson(20, 40).high - wilson(20, 40).low)
+    assert clustered_share({"a": (5, 5), "b": (5, 5)})[:3] == wilson(2, 2)[:3]
+    assert clustered_share({"a": (3, 5)}).high - clustered_share({"a": (3, 5)}).low > 0.8
+
+
+def test_rounding_is_no_difference():
+    first = {str(i): Unit(2.0 + i + 1e-7 * (1 + i % 2)) for i in range(20)}
+    second = {str(i): Unit(2.0 + i) for i in range(20)}
+    assert paired_difference(first, second).is_clear
+    found = paired_difference(first, second, resolution=1e-5)
+    assert not found.is_clear
+    assert found.p_value == 1.0
+
+
+def test_a_share_of_a_share_is_reached_where_it_is_equal():
+    assert effective_length({256: 0.75, 512: 0.15}, threshold=0.2 * 0.75) == 512
 
 
 def test_one_document_has_no_interval():
@@ -108,7 +167,7 @@ def test_pairing_sees_what_two_intervals_hide():
     found = paired_difference(first, second)
     assert found.is_clear
     assert 0.04 < found.low < found.value < found.high < 0.11
-    assert found.p_value < 0.01
+    assert found.p_value == 2**-5  # of six documents no smaller one can be had
 
 
 def test_no_difference_is_no_claim():
@@ -137,8 +196,10 @@ def test_clusters_are_resampled_whole():
     loose = paired_difference(first, second)
     tight = paired_difference(first, second, clusters={name: name[0] for name in names})
     assert loose.value == tight.value == pytest.approx(1 / 3)
-    assert tight.low == -1.0
-    assert tight.high == 1.0
+    bounded = paired_difference(first, second, clusters={name: name[0] for name in names}, span=1)
+    assert (bounded.low, bounded.high) == (-1.0, 1.0)
+    assert tight.low < -1.0
+    assert tight.high > 1.0
     assert loose.high - loose.low < 0.75
     one = paired_difference(first, second, clusters=dict.fromkeys(names, "all"))
     assert (one.low, one.high, one.p_value) == (None, None, None)

@@ -282,6 +282,7 @@ def test_compare_end_to_end(checkpoint, data, tmp_path):
         "report.md",
         "run.json",
         "samples.jsonl",
+        "units.json",
     ]
     again = document("compare", "--recipe", out / "recipe.yaml", "--out", tmp_path / "again", "--json")
     first = [json.loads(line) for line in (out / "cells.jsonl").read_text().splitlines()]
@@ -439,7 +440,7 @@ def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(checkpoint, data, 
     columns = {(c["task"], c["protocol"], c["length"]): c["units"] for c in got["cells"]}
     assert columns == {
         **{("perplexity", p, n): 2 for p in ("prefix", "last-50", "sliding-256") for n in (512, 1024)},
-        ("long-context-gain", "gain-50", 1024): 2,
+        ("long-context-gain", "gain-50-over-512", 1024): 2,
         ("passkey", "classic", 512): 5,
         ("passkey", "classic", 1024): 5,
     }

@@ -5,6 +5,7 @@ import math
 import shutil
 
 import pytest
+import torch
 from rich.console import Console
 
 from evals import rows
@@ -128,7 +129,7 @@ def test_every_protocol_in_one_run(recipe, tmp_path):
     assert columns == {
         *(("perplexity", p, n, "perplexity") for p in curves for n in (512, 1024)),
         *(("nll-by-position", "by-position", n, "nll") for n in (512, 1024)),
-        ("long-context-gain", "gain-100", 1024, "nll-difference"),
+        ("long-context-gain", "gain-100-over-512", 1024, "nll-difference"),
     }
     at = {(c.method, c.protocol, c.length): c for c in result.cells}
     for name in ("unscaled", "yarn", "linear"):
@@ -150,7 +151,7 @@ def test_every_protocol_in_one_run(recipe, tmp_path):
         "## Perplexity (the first L tokens)",
         "## Perplexity (windows of L tokens moved by 200, each token once)",
         "## Nats per token by position",
-        "the last 100 tokens at L, against the same with the original window",
+        "the last 100 tokens at L, against the same with the last 512 alone",
         "| paired with unscaled: percent more perplexity | 512 (native) | 1024 |",
     ):
         assert words in report, words
@@ -198,6 +199,78 @@ def test_effective_length_as_a_share_of_the_baseline(recipe, tmp_path):
     assert table(told).row_count == 2
 
 
+def test_a_share_of_nothing_is_no_threshold(recipe, tmp_path):
+    """Random weights find no passkey; a share of the baseline's 0 would be reached by all."""
+    passkey = {"trials": 2, "depths": [0, 1], "of_base": True}
+    result = run(recipe | {"methods": ["unscaled"], "passkey": passkey}, tmp_path / "run")
+    assert {c.value for c in result.cells if c.task == "passkey"} == {0.0}
+    assert result.effective_lengths() == {}
+    assert "(not measured)" not in write_report(result, []).read_text()
+
+
+def test_buckets_of_other_edges_are_measured_anew(recipe, tmp_path):
+    """The bucket that ends at 1,024 begins where the length before ends: 128 first, 512 then."""
+    recipe |= {"perplexity": {"documents": 3, "protocols": PROTOCOLS, "last": 50}, "passkey": {"trials": 0}}
+    run(recipe | {"lengths": [128, 1024]}, tmp_path / "run")
+    again = run(
+        recipe | {"methods": ["unscaled", "yarn", "ntk"], "lengths": [512, 1024]}, tmp_path / "run", resume=True
+    )
+    fresh = run(recipe | {"methods": ["unscaled", "yarn", "ntk"], "lengths": [512, 1024]}, tmp_path / "fresh")
+    assert strip(again.cells) == strip(fresh.cells)
+    assert again.contrasts == fresh.contrasts
+
+
+def test_rows_that_do_not_fit_are_scored_one_by_one(recipe, tmp_path, monkeypatch):
+    whole = run(recipe, tmp_path / "whole")
+    real = retrieval.grading.score_prompts
+
+    def no_room(model, prompts, *, share, max_rows, **more):
+        if share or max_rows != 1:
+            raise torch.OutOfMemoryError("no room for two")
+        return real(model, prompts, share=share, max_rows=max_rows, **more)
+
+    monkeypatch.setattr(retrieval.grading, "score_prompts", no_room)
+    again = run(recipe, tmp_path / "again")
+    assert strip(again.cells) == strip(whole.cells)
+
+
+def test_one_broken_trial_fails_its_own_cells(recipe, tmp_path, monkeypatch):
+    real = retrieval.grading.score_prompts
+
+    def broken(model, prompts, **more):
+        sound = [i for i, p in enumerate(prompts) if (p.depth, p.trial, p.length) != (1, 1, 512)]
+        for some in real(model, [prompts[i] for i in sound], **more):
+            yield [(sound[number], score) for number, score in some]
+        if len(sound) < len(prompts):
+            raise EvalError("not finite")
+
+    monkeypatch.setattr(retrieval.grading, "score_prompts", broken)
+    result = run(recipe | {"methods": ["yarn"]}, tmp_path / "run")
+    at = {(c.length, c.depth): (c.status, c.n) for c in result.cells if c.task == "passkey"}
+    assert at == {
+        (512, None): ("failed", 3),
+        (512, 0.0): ("ok", 2),
+        (512, 1.0): ("failed", 1),
+        (1024, None): ("ok", 4),
+        (1024, 0.0): ("ok", 2),
+        (1024, 1.0): ("ok", 2),
+    }
+
+
+def test_a_native_cell_that_failed_is_told(recipe, tmp_path, monkeypatch):
+    real = work.nll_by_length
+
+    def broken(model, document, lengths, **more):
+        if 512 in lengths:
+            raise RuntimeError("broken")
+        return real(model, document, lengths, **more)
+
+    monkeypatch.setattr(work, "nll_by_length", broken)
+    result = run(recipe | {"passkey": {"trials": 0}}, tmp_path / "run")
+    report = write_report(result, []).read_text()
+    assert "Not known: what was measured within at most 512 tokens failed under linear, unscaled, yarn." in report
+
+
 def test_a_control_alone_has_its_own_length_and_no_effective_one(recipe, tmp_path):
     asked = {"perplexity": {"documents": 0}, "passkey": {"trials": 2, "variants": ["needle-only"]}}
     result = run(recipe | asked, tmp_path / "run")
@@ -235,8 +308,14 @@ def test_differences_are_paired_and_recomputable(recipe, tmp_path):
     [
         ({"baseline": "ntk"}, "baseline 'ntk' is not among the methods"),
         ({"baseline": "yran"}, "did you mean 'yarn'"),
-        ({"perplexity": {"protocols": ["sliding"], "stride": 512}}, "perplexity.stride: 512 would skip tokens"),
-        ({"perplexity": {"protocols": ["last-k"], "last": 512}}, "perplexity.last: 512 of 512 tokens cannot be scored"),
+        (
+            {"perplexity": {"protocols": ["sliding"], "stride": 512}},
+            "512 would skip tokens in windows of 512",
+        ),
+        (
+            {"perplexity": {"protocols": ["last-k"], "last": 512}},
+            "512 of 512 tokens cannot be scored",
+        ),
         ({"perplexity": {"protocols": ["gain"], "last": 512}}, "512 tokens fill the original window of 512"),
         ({"perplexity": {"protocols": ["prefx"]}}, "perplexity.protocols.0: 'prefx' is refused"),
         ({"perplexity": {"protocols": ["prefix", "prefix"]}}, "names prefix twice"),

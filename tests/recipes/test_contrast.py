@@ -37,7 +37,7 @@ def test_a_method_that_is_in_both_is_paired_with_itself(two):
     assert {(c.method, c.against, c.value) for c in found} == {("yarn", "yarn", 0.0)}
     # perplexity and two passkey tasks, at two lengths
     assert len(found) == 6
-    assert contrast_table(found).row_count == 6
+    assert contrast_table(found, "two against one").row_count == 6
 
 
 def test_other_tokens_are_refused(two, recipe, tmp_path):
@@ -52,7 +52,7 @@ def test_other_tokens_are_refused(two, recipe, tmp_path):
 
 
 def test_what_cannot_be_paired(two, recipe, tmp_path):
-    with pytest.raises(RecipeError, match=r"holds no run .*name a folder that compare has written"):
+    with pytest.raises(RecipeError, match=r"holds no finished run .*name a folder that compare has written"):
         read_run(tmp_path)
     with pytest.raises(RecipeError, match="has no 'ntk'; it has: unscaled, yarn"):
         contrast_runs(*map(read_run, two), methods=("ntk", "yarn"))
@@ -64,7 +64,32 @@ def test_what_cannot_be_paired(two, recipe, tmp_path):
         contrast_runs(read_run(two[0]), read_run(tmp_path / "four"))
     assert "names 1; name two" in refused("contrast", *two, "--methods", "yarn")
     (tmp_path / "four" / "samples.jsonl").unlink()
-    assert "holds no samples; go on with it" in refused("contrast", two[0], tmp_path / "four")
+    assert "holds no samples, as all it was to measure failed" in refused("contrast", two[0], tmp_path / "four")
+    record = json.loads((two[1] / "run.json").read_text())
+    (two[1] / "run.json").write_text(json.dumps(record | {"finished": False}))
+    assert "go on with it: rope-ext compare --resume" in refused("contrast", *two)
+    (two[1] / "run.json").write_text(json.dumps(record | {"original_context": 256}))
+    assert "an original window of 512 tokens" in refused("contrast", *two)
+
+
+def test_other_documents_are_refused_and_one_task_can_be_chosen(two, recipe, tmp_path):
+    recipe |= {"passkey": {"trials": 2, "depths": [0, 1], "variants": ["classic", "text"]}}
+    run(recipe | {"methods": ["yarn"], "perplexity": {"documents": 2}}, tmp_path / "fewer")
+    line = refused("contrast", two[0], tmp_path / "fewer")
+    assert "did not measure the same in perplexity (prefix) at 512" in line
+    rows = document("contrast", two[0], tmp_path / "fewer", "--task", "passkey", "--json")
+    assert {r["task"] for r in rows} == {"passkey"}
+    assert "did you mean 'passkey'?" in refused("contrast", *two, "--task", "passkeys")
+
+
+def test_samples_that_a_run_has_left_behind_do_not_count(two, recipe, tmp_path):
+    """Resumed with another seed and back again: both are on disk, and the cells say which are meant."""
+    recipe |= {"methods": ["yarn"], "passkey": {"trials": 2, "depths": [0, 1], "variants": ["classic", "text"]}}
+    for seed in (0, 1, 0):
+        resume = (tmp_path / "back").exists()
+        run_compare(prepare(make_recipe(recipe | {"seed": seed}), tmp_path / "back", resume=resume))
+    found = contrast_runs(read_run(two[0]), read_run(tmp_path / "back"), methods=("yarn", "yarn"))
+    assert {c.value for c in found} == {0.0}
 
 
 def test_on_the_command_line(two):
