@@ -381,9 +381,9 @@ def compare(
 ) -> None:
     """Measure methods side by side on one model; without arguments, the demo on the bundled model."""
     with _one_line_errors():
+        _quiet_libraries()
         from recipes.load import DEFAULTS, RecipeError, make_recipe, read_recipe
 
-        _quiet_libraries()
         asked: dict[str, object] = {
             "model": model,
             "methods": _methods(methods),
