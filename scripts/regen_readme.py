@@ -91,7 +91,7 @@ def results_table(name: str) -> str:
     leg, seconds = run["legs"][-1], sum(each["seconds"] for each in run["legs"])
     took = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     parts.append(
-        f"95 % intervals in brackets (documents resampled; Wilson for passkey). Commit `{leg['commit']}`, "
+        f"95 % intervals in brackets (documents resampled, Student's where wider; Wilson for passkey). Commit `{leg['commit']}`, "
         f"{leg['machine']}, "
         f"torch {leg['versions']['torch']}, transformers {leg['versions']['transformers']}, {took} of computing."
     )

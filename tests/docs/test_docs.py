@@ -41,6 +41,17 @@ def test_the_python_blocks_run(tmp_path, monkeypatch):
     exec(reload, {})
 
 
+def test_the_recipe_of_the_readme_is_one():
+    import yaml
+
+    from recipes.load import make_recipe
+
+    (text,) = (code for language, code in BLOCKS if language == "yaml")
+    recipe = make_recipe(yaml.safe_load(text))
+    assert recipe.passkey.positions == (0, 128, 512)
+    assert recipe.methods[2] == "yarn:beta_fast=16"
+
+
 def test_the_method_of_the_readme_works(tmp_path, monkeypatch, llama):
     """Written as one file beside the others it is found, patches and exports, as the text says."""
     import rope_ext.methods
