@@ -91,8 +91,8 @@ def results_table(name: str) -> str:
     leg, seconds = run["legs"][-1], sum(each["seconds"] for each in run["legs"])
     took = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     parts.append(
-        f"95 % intervals in brackets (documents resampled, Student's where wider; Wilson for passkey). Commit `{leg['commit']}`, "
-        f"{leg['machine']}, "
+        f"95 % intervals in brackets (documents resampled, Student's where wider; Wilson for passkey). "
+        f"Commit `{leg['commit']}`, {leg['machine']}, "
         f"torch {leg['versions']['torch']}, transformers {leg['versions']['transformers']}, {took} of computing."
     )
     return "\n".join(parts)
