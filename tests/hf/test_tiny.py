@@ -6,8 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from evals import corpora, passkey, stats
+from evals import corpora, stats
+from evals.grading import score_prompts
+from evals.passkey import FILLER, PromptMaker, RepeatedFiller
 from evals.perplexity import prefix_nll
+from evals.variants import VARIANTS
 from rope_ext import Yarn, extend, load_model
 from rope_ext.hf import BUNDLED
 
@@ -32,9 +35,11 @@ def perplexity_at(model, corpus, lengths):
 
 def accuracy_at(model, tokenizer, length, num_trials):
     depths = (0.0, 0.25, 0.5, 0.75, 1.0)
-    prompts = passkey.build_trials(tokenizer, length=length, depths=depths, num_trials=num_trials, seed=11)
-    batches = [prompts[i : i + 40] for i in range(0, len(prompts), 40)]
-    scores = [s for batch in batches for s in passkey.score_prompts(model, batch, frequency_key=lambda _n: 0)]
+    filler = RepeatedFiller(corpora.encode(tokenizer, FILLER))
+    maker = PromptMaker(tokenizer=tokenizer, variant=VARIANTS["classic"], filler=filler, seed=11)
+    prompts = maker.relative(length=length, depths=depths, num_trials=num_trials)
+    scores = [s for some in score_prompts(model, prompts, frequency_key=lambda _n: 0) for _, s in some]
+    assert len(scores) == len(prompts)
     return sum(s.correct for s in scores) / len(scores)
 
 
