@@ -159,8 +159,13 @@ def append(path: Path, rows: Iterable[Sample | Cell]) -> None:
 
 def write(path: Path, rows: Iterable[Cell | Contrast]) -> None:
     """Replace a file of aggregates as a whole: readers see the old one or the new one, never a half."""
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
+    write_whole(path, "".join(to_json(row) + "\n" for row in rows))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file's text: whoever is stopped in between leaves the old one, never a part of the new."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

@@ -101,27 +101,26 @@ def _distractors(draw: Draw) -> Texts:
     return Texts(_line("pass key", key), others, QUESTION, f" {key}", (key, *numbers))
 
 
-def _named(draw: Draw) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return four names and their keys."""
+def _named(draw: Draw) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return four names, their keys, and the lines that say so."""
     first = draw("names", len(_NAMES))
     names = tuple(_NAMES[(first + i) % len(_NAMES)] for i in range(4))
-    return names, tuple(_digits(draw, f"key {i}") for i in range(4))
+    keys = tuple(_digits(draw, f"key {i}") for i in range(4))
+    return names, keys, tuple(_line(f"pass key of {name}", key) for name, key in zip(names, keys, strict=True))
 
 
 def _multi_key(draw: Draw) -> Texts:
-    names, keys = _named(draw)
-    lines = [_line(f"pass key of {name}", key) for name, key in zip(names, keys, strict=True)]
+    names, keys, lines = _named(draw)
     asked = f"pass key of {names[0]}"
     question = f"\nWhat is the {asked}? The {asked} is"
-    return Texts(lines[0], tuple(lines[1:]), question, f" {keys[0]}", keys)
+    return Texts(lines[0], lines[1:], question, f" {keys[0]}", keys)
 
 
 def _multi_query(draw: Draw) -> Texts:
-    names, keys = _named(draw)
-    lines = [_line(f"pass key of {name}", key) for name, key in zip(names, keys, strict=True)]
+    names, keys, lines = _named(draw)
     asked = f"pass keys of {names[0]} and {names[1]}"
     question = f"\nWhat are the {asked}? The {asked} are"
-    return Texts(lines[0], tuple(lines[1:]), question, f" {keys[0]} and {keys[1]}", keys)
+    return Texts(lines[0], lines[1:], question, f" {keys[0]} and {keys[1]}", keys)
 
 
 def _uuid(draw: Draw) -> Texts:

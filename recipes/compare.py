@@ -1,10 +1,8 @@
 """Methods x lengths x evals on one model, every scored unit on disk before the next begins."""
 
-import hashlib
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,21 +13,18 @@ from evals import rows, stats
 from evals.corpora import bos_id
 from evals.errors import EvalError
 from evals.rows import SampleKey
+from recipes.aggregate import baseline_of, cells_of, contrasts_of
 from recipes.all_work import all_work
 from recipes.environment import commit, machine, versions
 from recipes.ranks import ALONE, gather, once
 from recipes.schema import CompareRecipe
 from recipes.setting import Setting
-from recipes.work import METRICS, Cost, Measure, Subject, Work, measures
+from recipes.work import Cost, Measure, Subject, Work
 from rope_ext.patch import Fingerprint, extend
 from rope_ext.plan import Method, hyperparameters, label
 
 SAMPLES, CELLS, DIFFERENCES, RUN = "samples.jsonl", "cells.jsonl", "differences.jsonl", "run.json"
 UNITS = "units.json"
-RESOLUTION = 1e-5
-"""Nats that fp32 sums in another order differ by: less is no difference."""
-POOLED = (None, None)
-"""The depth and position of a cell over all places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +127,9 @@ def run_compare(setting: Setting, *, advance: Advance = lambda _cost, _what: Non
     for subject in subjects:
         wanted = chain.from_iterable(work.keys for work in all_work(setting, subject, ALONE))
         scored[subject.digest] = [done[key] for key in wanted if key in done]
-        cells += _cells(setting, subject.shared, scored[subject.digest], together.get(subject.digest, {}))
+        cells += cells_of(setting, subject.shared, scored[subject.digest], together.get(subject.digest, {}))
     once(ranks, lambda: _write_aggregates(out, cells, [*chain.from_iterable(scored.values())]))
-    contrasts = tuple(_contrasts(setting, scored))
+    contrasts = tuple(contrasts_of(setting, scored))
     leg = _leg(setting, subjects, started)
 
     def finish() -> None:
@@ -160,9 +155,7 @@ def _write_aggregates(out: Path, cells: Sequence[rows.Cell], samples: Sequence[r
     units: dict[str, dict[str, str]] = {}
     for sample in samples:
         units.setdefault(rows.column_name(sample), {})[sample.unit] = sample.data_hash
-    partial = out / f"{UNITS}.partial"
-    partial.write_text(json.dumps(units, indent=1) + "\n", encoding="utf-8")
-    partial.replace(out / UNITS)
+    rows.write_whole(out / UNITS, json.dumps(units, indent=1) + "\n")
 
 
 def _measure(
@@ -252,160 +245,6 @@ def _coordinates(setting: Setting, method: Method, fingerprint: Fingerprint) -> 
     }
 
 
-def _cells(
-    setting: Setting, shared: dict[str, object], samples: Sequence[rows.Sample], failures: dict[Measure, str]
-) -> Iterator[rows.Cell]:
-    """Yield the cells of one method, measure by measure; passkeys pooled over places, and by depth or position."""
-    shared = shared | {"stage": None, "versions": versions(), "commit": commit()}
-    for measure in measures(setting):
-        mine = [s for s in samples if (s.task, s.protocol, s.length) == measure]
-        reason = failures.get(measure)
-        for (depth, position), wanted in _places(setting, measure).items():
-            chosen = [s for s in mine if (depth, position) in {POOLED, (s.depth, s.position)}]
-            missing = reason if len(chosen) < wanted else None
-            if not chosen and not missing:
-                continue
-            estimate, cell_reason = _estimate(measure.task, chosen, setting.recipe.seed, missing)
-            yield rows.Cell(
-                **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
-                task=measure.task,
-                protocol=measure.protocol,
-                length=measure.length,
-                depth=depth,
-                position=position,
-                metric=METRICS[measure.task],
-                value=estimate.value if estimate else None,
-                ci_low=estimate.low if estimate else None,
-                ci_high=estimate.high if estimate else None,
-                n=len(chosen),
-                data_hash=_hash_of([s.data_hash for s in sorted(chosen, key=lambda s: s.unit)]),
-                status="failed" if cell_reason else "ok",
-                reason=cell_reason,
-                tokens=_total(chosen, "tokens"),
-                windows=_total(chosen, "windows"),
-            )
-
-
-def _places(setting: Setting, measure: Measure) -> dict[tuple[float | None, int | None], int]:
-    """Return how many samples each cell of a column is to have: all of them pooled, then by depth or position."""
-    if measure.task != "passkey":
-        return {POOLED: len(setting.corpus.documents) if setting.corpus else 0}
-    prompts = [p for p in setting.prompts[measure.protocol] if p.length == measure.length]
-    by_place = Counter((p.depth, p.position) for p in prompts)
-    places = sorted(by_place.keys() - {POOLED}, key=lambda place: (place[0] or 0, place[1] or 0))
-    return {POOLED: len(prompts), **{place: by_place[place] for place in places}}
-
-
-def _total(samples: Sequence[rows.Sample], name: str) -> int | None:
-    counts = [sample.detail.get(name) for sample in samples]
-    return sum(count for count in counts if isinstance(count, int)) if None not in counts and counts else None
-
-
-def _estimate(
-    task: str, samples: Sequence[rows.Sample], seed: int, reason: str | None
-) -> tuple[stats.Estimate | None, str | None]:
-    """Return the aggregate of a cell's samples, or the reason why there is none."""
-    if reason is not None:
-        return None, reason
-    try:
-        if task == "passkey":
-            clusters: dict[str, list[int]] = {}
-            for sample in samples:
-                # Trials on one text share its luck; on repetitive filler each has its own
-                cluster = clusters.setdefault(str(sample.detail.get("haystack") or sample.unit), [0, 0])
-                cluster[0] += sample.value == 1.0
-                cluster[1] += 1
-            if all(trials == 1 for _, trials in clusters.values()):
-                return stats.wilson(sum(right for right, _ in clusters.values()), len(samples)), None
-            return stats.clustered_share({name: (right, n) for name, (right, n) in clusters.items()}), None
-        mean = stats.perplexity if task == "perplexity" else stats.mean_nll
-        return mean([s.value for s in samples], [s.weight for s in samples], seed=seed), None
-    except EvalError as error:
-        return None, str(error)
-
-
-def _contrasts(setting: Setting, scored: dict[str, list[rows.Sample]]) -> Iterator[rows.Contrast]:
-    """Yield every method's difference from the baseline, measure by measure, where both have scored the same units."""
-    recipe, digests = setting.recipe, list(scored)
-    first = baseline_of(recipe)
-    against = digests[recipe.methods.index(first)]
-    for name, digest in zip(recipe.methods, digests, strict=True):
-        for measure in measures(setting) if digest != against else ():
-            ours, theirs = (
-                [s for s in scored[each] if (s.task, s.protocol, s.length) == measure] for each in (digest, against)
-            )
-            # A bucket of positions comes from a forward over the longest length, whatever its own
-            seen = max(recipe.lengths) if measure.task == "nll-by-position" else measure.length
-            native = seen <= setting.geometry.original_context
-            found = contrast_of(ours, theirs, names=(name, first), native=native, seed=recipe.seed)
-            if found is not None:
-                yield found
-
-
-def baseline_of(recipe: CompareRecipe) -> str:
-    """Return the method that the others are paired with."""
-    return recipe.baseline or ("unscaled" if "unscaled" in recipe.methods else recipe.methods[0])
-
-
-def contrast_of(
-    ours: Sequence[rows.Sample], theirs: Sequence[rows.Sample], *, names: tuple[str, str], native: bool, seed: int
-) -> rows.Contrast | None:
-    """Return how ours differ from theirs, samples of one task, protocol and length; None if the units are not the same.
-
-    A failed cell on either side leaves units without a partner; the cells say why.
-
-    Raises:
-        EvalError: see `difference_of`.
-    """
-    if not ours or {s.unit for s in ours} != {s.unit for s in theirs}:
-        return None
-    found = difference_of(ours, theirs, seed=seed)
-    return rows.Contrast(
-        method=names[0],
-        against=names[1],
-        fingerprint=ours[0].fingerprint,
-        against_fingerprint=theirs[0].fingerprint,
-        task=ours[0].task,
-        protocol=ours[0].protocol,
-        length=ours[0].length,
-        metric="accuracy" if ours[0].task == "passkey" else "nll",
-        value=found.value,
-        ci_low=found.low,
-        ci_high=found.high,
-        p_value=found.p_value,
-        n=found.n,
-        native=native,
-        seed=seed,
-        data_hash=_hash_of([s.data_hash for s in sorted(ours, key=lambda s: s.unit)]) or "",
-    )
-
-
-def difference_of(ours: Sequence[rows.Sample], theirs: Sequence[rows.Sample], *, seed: int) -> stats.Difference:
-    """Return how two sets of samples of one task, protocol and length differ, paired by unit.
-
-    Documents are resampled whole, and so are passkey trials that share a text; trials on repetitive filler differ in
-    their key alone, and each is resampled by itself.
-
-    Raises:
-        EvalError: they are not of the same units, or were shown other tokens: nothing can be said then.
-    """
-    of = [{s.unit: s for s in side} for side in (ours, theirs)]
-    unlike = sorted(unit for unit in of[0].keys() & of[1].keys() if of[0][unit].data_hash != of[1][unit].data_hash)
-    if unlike:
-        raise EvalError(
-            f"paired difference: {ours[0].method} and {theirs[0].method} saw different tokens ({unlike[0]!r} and "
-            f"{len(unlike) - 1} more); only numbers on the same tokens can be compared: measure both on the same data"
-        )
-    # A passkey counts once, however many tokens its answer has
-    units = [{u: stats.Unit(s.value, 1.0 if s.task == "passkey" else s.weight) for u, s in side.items()} for side in of]
-    haystacks = {unit: str(s.detail["haystack"]) for unit, s in of[0].items() if s.detail.get("haystack")}
-    span = 1.0 if ours[0].task == "passkey" else None
-    resolution = 0.0 if span else RESOLUTION
-    return stats.paired_difference(
-        units[0], units[1], clusters=haystacks or None, span=span, resolution=resolution, seed=seed
-    )
-
-
 def _leg(setting: Setting, subjects: Sequence[Measured], started: float) -> dict[str, object]:
     """Return what is recorded of one go at a run."""
     seconds = time.monotonic() - started
@@ -418,10 +257,6 @@ def _leg(setting: Setting, subjects: Sequence[Measured], started: float) -> dict
         "fingerprints": {s.digest: s.fingerprint.as_dict() for s in subjects},
         "seconds": round(seconds, 1),
     }
-
-
-def _hash_of(hashes: Sequence[str]) -> str | None:
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16] if hashes else None
 
 
 def _write_run(setting: Setting, earlier: Sequence[dict[str, object]], leg: dict[str, object], done: bool) -> None:
@@ -443,9 +278,7 @@ def _write_run(setting: Setting, earlier: Sequence[dict[str, object]], leg: dict
             "data_hash": corpus.data_hash,
         },
     }
-    partial = setting.out / f"{RUN}.partial"
-    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    partial.replace(setting.out / RUN)
+    rows.write_whole(setting.out / RUN, json.dumps(record, indent=2) + "\n")
 
 
 def check_earlier(out: Path) -> None:

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from evals import rows
 from evals.rows import Contrast, Sample
-from recipes.compare import RUN, SAMPLES, UNITS, contrast_of
+from recipes.aggregate import contrast_of
+from recipes.compare import RUN, SAMPLES, UNITS
 from recipes.load import RecipeError
 from recipes.present import difference_in_words
 from recipes.work import METRICS

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from evals.rows import write_whole
 from recipes.schema import CompareRecipe
 from rope_ext.errors import RopeExtError
 from rope_ext.plan import spell
@@ -89,9 +90,8 @@ def _check(recipe: CompareRecipe, where: str) -> None:
 def write_recipe(recipe: CompareRecipe, path: Path) -> None:
     """Write the resolved recipe; `rope-ext compare --recipe` runs it again."""
     plain = _plain(asdict(recipe))
-    partial = path.with_suffix(".partial")  # a torn one could be read as another recipe
-    partial.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    partial.replace(path)
+    # A torn one could be read as another recipe
+    write_whole(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def _plain(value: object) -> object:

@@ -88,12 +88,8 @@ def _scores(
     setting: Setting, prompts: Sequence[PasskeyPrompt], key: FrequencyKey, *, careful: bool
 ) -> Iterator[list[tuple[int, float, dict[str, object]]]]:
     """Yield (number, 1 or 0, what else is worth keeping) of prompts as they are scored."""
-    task, tokenizer, model, budget = (
-        setting.recipe.passkey,
-        setting.tokenizer,
-        setting.model,
-        setting.recipe.memory_budget,
-    )
+    task, budget = setting.recipe.passkey, setting.recipe.memory_budget
+    model, tokenizer = setting.model, setting.tokenizer
     if task.generate:
         token = cache_bytes_per_token(model.config, itemsize_of(model))
 

@@ -28,7 +28,8 @@ from evals.perplexity import nll_by_length, sliding_nll, windows
 from evals.rows import read_cells, read_samples
 from evals.variants import INSTRUCTION, VARIANTS
 from recipes import retrieval, work
-from recipes.compare import difference_of, run_compare
+from recipes.aggregate import difference_of
+from recipes.compare import run_compare
 from recipes.forecast import forecast
 from recipes.load import RecipeError, make_recipe
 from recipes.present import write_pictures, write_report
