@@ -86,7 +86,7 @@ def perplexity_chart(
     )
     title = _title(
         f"Perplexity over length: {model}",
-        [f"{protocol}, {n} document{'s' * (n != 1)}; bars: 95 % bootstrap over documents"],
+        [f"{protocol}, {n} document{'s' * (n != 1)}; bars: 95 % over documents"],
     )
     return alt.layer(spread, line, point, rule, note).properties(width=WIDTH, height=HEIGHT, title=title)
 
