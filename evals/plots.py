@@ -152,3 +152,18 @@ def frequencies_chart(ratios: Mapping[str, Sequence[float]], *, context: int, mo
     point = chart.mark_point(filled=True, size=34).encode(shape=shape)
     title = _title(f"What each method does to the frequencies: {model}", [f"stretched to {context} tokens"])
     return alt.layer(chart.mark_line(strokeWidth=2), point).properties(width=WIDTH, height=HEIGHT, title=title)
+
+
+def loss_chart(curve: Sequence[Mapping[str, float]], *, model: str, method: str, context: int) -> Chart:
+    """Return the loss of every step.
+
+    Args:
+        curve: of "step" and "loss" (nats per token).
+    """
+    rows = [{"step": line["step"], "loss": line["loss"]} for line in curve]
+    base = alt.Chart(_data(rows)).encode(x=alt.X("step:Q", title="step", axis=alt.Axis(format="d", tickMinStep=1)))
+    loss = base.mark_line(color=PALETTE[6], strokeWidth=1.5).encode(
+        y=alt.Y("loss:Q", title="nats per token", scale=alt.Scale(zero=False))
+    )
+    title = _title(f"Training loss: {model}", [f"{method}, for a window of {context} tokens"])
+    return alt.layer(loss).properties(width=WIDTH, height=HEIGHT, title=title)

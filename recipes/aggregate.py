@@ -21,7 +21,7 @@ def cells_of(
     setting: Setting, shared: dict[str, object], samples: Sequence[rows.Sample], failures: dict[Measure, str]
 ) -> Iterator[rows.Cell]:
     """Yield the cells of one method, measure by measure; passkeys pooled over places, and by depth or position."""
-    shared = shared | {"stage": None, "versions": versions(), "commit": commit()}
+    shared = shared | {"stage": setting.stage, "versions": versions(), "commit": commit()}
     for measure in measures(setting):
         mine = [s for s in samples if (s.task, s.protocol, s.length) == measure]
         reason = failures.get(measure)

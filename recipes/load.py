@@ -3,18 +3,23 @@
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from evals.rows import write_whole
-from recipes.schema import CompareRecipe
+from recipes.schema import CompareRecipe, PasskeyTask, PerplexityTask
+from recipes.tuning import FinetuneRecipe
 from rope_ext.errors import RopeExtError
 from rope_ext.plan import spell
 from rope_ext.registry import method, nearest, parse_method
 
 CONFIGS = Path(__file__).parent / "configs"
 DEFAULTS = {"tiny": CONFIGS / "tiny" / "compare.yaml", "smollm2": CONFIGS / "smollm2-135m" / "compare.yaml"}
+
+
+Recipe = TypeVar("Recipe", CompareRecipe, FinetuneRecipe)
 
 
 class RecipeError(RopeExtError, ValueError):
@@ -50,15 +55,12 @@ def make_recipe(values: Mapping[str, object], where: str = "recipe") -> CompareR
     values = dict(values)
     methods = values.get("methods")
     if isinstance(methods, list | tuple):
-        values["methods"] = [_spelled(entry, where) for entry in methods]
+        values["methods"] = [spelled_method(entry, where) for entry in methods]
         if not methods:
             raise RecipeError(f"{where}: methods is empty; name at least one, as unscaled")
-    try:
-        recipe = TypeAdapter(CompareRecipe).validate_python(values)
-    except ValidationError as error:
-        raise RecipeError(f"{where}: {_explain(error)}") from None
+    recipe = validated(CompareRecipe, values, where)
     if recipe.baseline is not None:
-        recipe = replace(recipe, baseline=_spelled(recipe.baseline, where))
+        recipe = replace(recipe, baseline=spelled_method(recipe.baseline, where))
         if recipe.baseline not in recipe.methods:
             raise RecipeError(
                 f"{where}: baseline {recipe.baseline!r} is not among the methods ({', '.join(recipe.methods)}); add it"
@@ -69,26 +71,44 @@ def make_recipe(values: Mapping[str, object], where: str = "recipe") -> CompareR
 
 def _check(recipe: CompareRecipe, where: str) -> None:
     """Refuse what contradicts itself, or would have no effect."""
+    refuse_repeated("methods", recipe.methods, where)
+    check_tasks(recipe.perplexity, recipe.passkey, where)
+
+
+def check_tasks(perplexity: PerplexityTask, passkey: PasskeyTask, where: str) -> None:
+    """Refuse evaluations that contradict themselves.
+
+    Raises:
+        RecipeError: names the key behind `where`.
+    """
     for key, entries in (
-        ("perplexity.protocols", recipe.perplexity.protocols),
-        ("methods", recipe.methods),
-        ("passkey.depths", recipe.passkey.depths),
-        ("passkey.positions", recipe.passkey.positions),
-        ("passkey.variants", recipe.passkey.variants),
+        ("perplexity.protocols", perplexity.protocols),
+        ("passkey.depths", passkey.depths),
+        ("passkey.positions", passkey.positions),
+        ("passkey.variants", passkey.variants),
     ):
-        repeated = sorted({str(v) for v in entries if entries.count(v) > 1})
-        if repeated:
-            raise RecipeError(f"{where}: {key} names {', '.join(repeated)} twice; each once")
-    if len({f"{depth:g}" for depth in recipe.passkey.depths}) < len(recipe.passkey.depths):
+        refuse_repeated(key, entries, where)
+    if len({f"{depth:g}" for depth in passkey.depths}) < len(passkey.depths):
         raise RecipeError(f"{where}: passkey.depths holds two that agree to six digits; give them farther apart")
-    if recipe.passkey.positions and recipe.passkey.grid == "relative":
+    if passkey.positions and passkey.grid == "relative":
         raise RecipeError(f"{where}: passkey.positions say nothing on the relative grid; add grid: absolute")
-    if recipe.passkey.generate and not recipe.passkey.share:
+    if passkey.generate and not passkey.share:
         raise RecipeError(f"{where}: passkey.share says nothing where answers are decoded; leave one of them out")
 
 
-def write_recipe(recipe: CompareRecipe, path: Path) -> None:
-    """Write the resolved recipe; `rope-ext compare --recipe` runs it again."""
+def refuse_repeated(key: str, entries: tuple[object, ...], where: str) -> None:
+    """Refuse a list that names something twice.
+
+    Raises:
+        RecipeError: names the key and what is there twice.
+    """
+    repeated = sorted({str(entry) for entry in entries if entries.count(entry) > 1})
+    if repeated:
+        raise RecipeError(f"{where}: {key} names {', '.join(repeated)} twice; each once")
+
+
+def write_recipe(recipe: CompareRecipe | FinetuneRecipe, path: Path) -> None:
+    """Write the resolved recipe; `rope-ext compare --recipe` or `rope-ext finetune` runs it again."""
     plain = _plain(asdict(recipe))
     # A torn one could be read as another recipe
     write_whole(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
@@ -100,7 +120,13 @@ def _plain(value: object) -> object:
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def _spelled(entry: object, where: str) -> str:
+def spelled_method(entry: object, where: str, key: str = "methods") -> str:
+    """Return a method in either of its YAML forms as NAME:key=value.
+
+    Raises:
+        RecipeError: it is in neither form.
+        MethodError: an unknown method or hyper-parameter.
+    """
     if isinstance(entry, str):
         return spell(parse_method(entry))
     if isinstance(entry, dict) and len(entry) == 1:
@@ -109,21 +135,44 @@ def _spelled(entry: object, where: str) -> str:
         if isinstance(name, str) and isinstance(values, dict) and all(isinstance(key, str) for key in values):
             return spell(method(name, **values))
     raise RecipeError(
-        f"{where}: methods: {entry!r} is not a method; write yarn, yarn:beta_fast=16 or {{yarn: {{beta_fast: 16}}}}"
+        f"{where}: {key}: {entry!r} is not a method; write yarn, yarn:beta_fast=16 or {{yarn: {{beta_fast: 16}}}}"
     )
 
 
-def _explain(error: ValidationError) -> str:
+def validated(kind: type[Recipe], values: Mapping[str, object], where: str) -> Recipe:
+    """Return the recipe of these keys, each of the right type and range.
+
+    Raises:
+        RecipeError: names the path of the first key that is not, and the nearest known one.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {_explain(error, kind)}") from None
+
+
+def _explain(error: ValidationError, kind: type) -> str:
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "unexpected_keyword_argument":
-        known = _keys_at(first["loc"][:-1])
+        known = _keys_at(kind, first["loc"][:-1])
         return f"{path}: not a key of a recipe{nearest(str(first['loc'][-1]), known)} known: {', '.join(known)}"
+    if first["type"] in {"missing", "missing_argument", "missing_keyword_only_argument"}:
+        return f"{path}: a recipe has to say it"
     return f"{path}: {first['input']!r} is refused: {first['msg']}"
 
 
-def _keys_at(location: tuple[int | str, ...]) -> list[str]:
-    node: object = CompareRecipe()
+def _keys_at(kind: type, location: tuple[int | str, ...]) -> list[str]:
+    """Return the keys of the section at a place: `data.sources.0` are those of a source."""
     for part in location:
-        node = getattr(node, str(part), node)
-    return [f.name for f in fields(node)] if is_dataclass(node) else []
+        if isinstance(part, str):
+            kind = _section(get_type_hints(kind, include_extras=True)[part])
+    return [f.name for f in fields(kind)]
+
+
+def _section(hint: Any) -> type:
+    """Return the section among a field's types: of Adapter | None, or of a tuple of sources."""
+    if is_dataclass(hint):
+        return hint  # pyright: ignore[reportReturnType]  (a class, not an instance)
+    found = [section for arg in get_args(hint) if (section := _section(arg)) is not type(None)]
+    return found[0] if found else type(None)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def table(comparison: Comparison) -> Table:
         row = [Text(label)]
         for task, _ in tasks:
             pooled = comparison.pooled(task)
-            row += [Text(_short(pooled.get((fingerprint, length)))) for length in lengths[task]]
+            row += [Text(value_in_short(pooled.get((fingerprint, length)))) for length in lengths[task]]
         if passkeys:
             row.append(Text(_effective(comparison, fingerprint, effective)))
         view.add_row(*row)
@@ -73,7 +74,8 @@ def _effective(comparison: Comparison, fingerprint: str, effective: dict[str, in
     return f"<{min(comparison.recipe.lengths)}" if reached is None else str(reached)
 
 
-def _short(cell: Cell | None) -> str:
+def value_in_short(cell: Cell | None) -> str:
+    """Return a cell's value as a table on the screen shows it; nothing where nothing was measured."""
     if cell is None:
         return ""
     if cell.value is None:
@@ -171,10 +173,7 @@ def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
             both = [_effective(comparison, fingerprint, reached) for reached in (effective, bounds)]
             lines.append(f"- {label}: {both[0]}; {both[1]} if the lower end of every interval has to reach it")
         lines.append("")
-    failed = [c for c in comparison.cells if c.status != "ok"]
-    if failed:
-        lines += ["## Failed", ""]
-        lines += [f"- {c.method} {c.task} ({c.protocol}) at {c.length}: {c.reason}" for c in failed] + [""]
+    lines += failed_markdown(comparison.cells)
     if run["corpus"]:
         corpus = run["corpus"]
         described = f"{corpus['name']}, data hash {corpus['data_hash']}; {corpus['num_too_short']} tried were too short"
@@ -183,6 +182,15 @@ def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
     path = comparison.out / REPORT
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def failed_markdown(cells: Sequence[Cell]) -> list[str]:
+    """Return which cells failed and why; nothing if none did."""
+    failed = [c for c in cells if c.status != "ok"]
+    if not failed:
+        return []
+    told = (f"- {c.method} {c.task} ({c.protocol}) at {c.length}: {c.reason}" for c in failed)
+    return ["## Failed", "", *dict.fromkeys(told), ""]
 
 
 def _native_markdown(comparison: Comparison) -> list[str]:
@@ -301,11 +309,14 @@ def _markdown(comparison: Comparison, cells: dict[tuple[str, int], Cell]) -> lis
     for fingerprint, label in comparison.labels.items():
         row = [cells.get((fingerprint, length)) for length in lengths]
         n = sorted({cell.n for cell in row if cell})
-        lines.append(f"| {label} | " + " | ".join(_interval(cell) for cell in row) + f" | {', '.join(map(str, n))} |")
+        lines.append(
+            f"| {label} | " + " | ".join(value_in_words(cell) for cell in row) + f" | {', '.join(map(str, n))} |"
+        )
     return lines
 
 
-def _interval(cell: Cell | None) -> str:
+def value_in_words(cell: Cell | None) -> str:
+    """Return a cell's value with its interval."""
     if cell is None or cell.value is None or cell.ci_low is None or cell.ci_high is None:
-        return _short(cell)
-    return f"{_short(cell)} [{cell.ci_low:.3g}, {cell.ci_high:.3g}]"
+        return value_in_short(cell)
+    return f"{value_in_short(cell)} [{cell.ci_low:.3g}, {cell.ci_high:.3g}]"

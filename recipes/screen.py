@@ -3,14 +3,23 @@
 import dataclasses
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from recipes.all_work import total_cost
-from recipes.compare import Comparison, check_earlier, run_compare
+from recipes.compare import Advance, Comparison, check_earlier, run_compare
 from recipes.load import RecipeError
 from recipes.present import table, write_pictures, write_report
 from recipes.ranks import ALONE, Ranks, once
@@ -35,10 +44,11 @@ def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool, 
     setting = prepare(recipe, out, resume=resume, ranks=ranks)
     again = f"go on with: rope-ext compare --resume --out {setting.out}"
     with ExitStack() as stack:
-        once(ranks, lambda: _lock(setting.out, stack))
+        once(ranks, lambda: lock(setting.out, stack))
         once(ranks, lambda: check_earlier(setting.out))
         try:
-            comparison = _run_under_bar(setting)
+            with watching(setting) as advance:
+                comparison = run_compare(setting, advance=advance)
             once(ranks, lambda: write_report(comparison, write_pictures(comparison)))
         except KeyboardInterrupt:
             raise StoppedError(f"stopped; {again}") from None
@@ -47,7 +57,7 @@ def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool, 
     return comparison
 
 
-def _lock(folder: Path, stack: ExitStack) -> None:
+def lock(folder: Path, stack: ExitStack) -> None:
     """Keep a second process out of the run's folder; the lock goes with the process, however that ends."""
     if sys.platform == "win32":
         return  # folders cannot be locked there; two runs in one folder then measure twice, and the cells stay right
@@ -61,8 +71,9 @@ def _lock(folder: Path, stack: ExitStack) -> None:
         raise RecipeError(f"out: another run is writing {folder}; wait for it, or name another folder") from None
 
 
-def _run_under_bar(setting: Setting) -> Comparison:
-    columns = (
+def bar_columns() -> tuple[ProgressColumn, ...]:
+    """Return what a bar shows: what is done and how much of it, in tokens too, the time it took, and what is left."""
+    return (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
@@ -71,11 +82,16 @@ def _run_under_bar(setting: Setting) -> Comparison:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
+
+
+@contextmanager
+def watching(setting: Setting, prefix: str = "") -> Generator[Advance]:
+    """Show a bar while a comparison runs, and give what is called with its progress."""
     # One forward of a real model takes minutes; rich's default would have forgotten it before the next.
     total = total_cost(setting)
     # Of several processes the first shows its own share, which is like the others'
     console = Console(stderr=True, quiet=not setting.ranks.is_first)
-    with Progress(*columns, console=console, speed_estimate_period=24 * 3600.0) as progress:
+    with Progress(*bar_columns(), console=console, speed_estimate_period=24 * 3600.0) as progress:
         bar = progress.add_task("compare", total=total.operations, tokens=_tokens(0.0, total))
         done = Cost()
 
@@ -83,9 +99,9 @@ def _run_under_bar(setting: Setting) -> Comparison:
             nonlocal done
             done = done.plus(cost)
             tokens = _tokens(done.tokens, total)
-            progress.update(bar, advance=cost.operations, description=what, tokens=tokens)
+            progress.update(bar, advance=cost.operations, description=prefix + what, tokens=tokens)
 
-        return run_compare(setting, advance=advance)
+        yield advance
 
 
 def _tokens(done: float, total: Cost) -> str:

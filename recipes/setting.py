@@ -22,6 +22,7 @@ from recipes.load import RecipeError, make_recipe, read_recipe, write_recipe
 from recipes.prompts import Prompts, make_prompts
 from recipes.ranks import ALONE, Ranks, everywhere, once
 from recipes.schema import CompareRecipe
+from recipes.tuning import FinetuneRecipe
 from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import load_model, read_geometry, resolve_context, size_of_head
 from rope_ext.patch import extend
@@ -36,7 +37,10 @@ NUM_HAYSTACKS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything that is checked before the first forward: the model, the data, the methods and where results go."""
+    """Everything that is checked before the first forward: the model, the data, the methods and where results go.
+
+    `stage` is "before" or "after" where a training stands between two such settings.
+    """
 
     recipe: CompareRecipe
     out: Path
@@ -47,6 +51,7 @@ class Setting:
     corpus: Corpus | None
     prompts: Prompts
     ranks: Ranks = ALONE
+    stage: str | None = None
 
 
 def prepare(recipe: CompareRecipe, out: Path | None, *, resume: bool = False, ranks: Ranks = ALONE) -> Setting:
@@ -86,8 +91,8 @@ def load_setting(recipe: CompareRecipe) -> Setting:
         recipe,
         context=context,
         lengths=tuple(sorted(set(lengths))),
-        model=_absolute(recipe.model, MODELS),
-        data=_absolute(recipe.data, data.NAMES),
+        model=absolute(recipe.model, MODELS),
+        data=absolute(recipe.data, data.NAMES),
     )
 
     on_text = any(VARIANTS[name].on_text for name in recipe.passkey.variants) and recipe.passkey.trials > 0
@@ -187,7 +192,7 @@ def default_lengths(original: int, context: int) -> tuple[int, ...]:
     return tuple(sorted({*lengths, context}))
 
 
-def _absolute(name: str, known: Iterable[str]) -> str:
+def absolute(name: str, known: Iterable[str]) -> str:
     """Return a path that exists in absolute form, so that the run's own recipe means the same from any folder."""
     # os.path.exists is False where Path.exists raises: for a name too long to be one
     is_path = name and name not in known and not name.startswith(PREFIX) and os.path.exists(name)  # noqa: PTH110
@@ -195,10 +200,18 @@ def _absolute(name: str, known: Iterable[str]) -> str:
 
 
 def _open_run(recipe: CompareRecipe, out: Path | None, *, resume: bool) -> Path:
+    return open_folder(out, f"compare-{Path(recipe.model).name.lower()}", recipe, resume=resume)
+
+
+def open_folder(out: Path | None, slug: str, recipe: CompareRecipe | FinetuneRecipe, *, resume: bool) -> Path:
+    """Return a run's folder with its resolved recipe in it; a new one that is empty, unless the run goes on.
+
+    Raises:
+        RecipeError: it is not empty, or cannot be written.
+    """
     if out is None:
-        slug = Path(recipe.model).name.lower()
         stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-        out = Path("runs") / f"{stamp}-compare-{slug}"
+        out = Path("runs") / f"{stamp}-{slug}"
     try:
         if resume:
             return out

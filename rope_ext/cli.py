@@ -20,7 +20,9 @@ from rich.table import Table
 import rope_ext
 
 if TYPE_CHECKING:
+    from recipes.ranks import Ranks
     from recipes.schema import CompareRecipe
+    from recipes.tuning import FinetuneRecipe
     from rope_ext.hf import ScaledBase
     from rope_ext.layout import Layout
 
@@ -438,6 +440,56 @@ def compare(
 
 
 @app.command()
+def finetune(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="a YAML file, or the name of a shipped one, as tiny/yarn"),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="path.to.key=value over the recipe's, as train.steps=200; again for more"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="folder of the run (default: runs/<time>-finetune-...)"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with the run in --out, from its last whole checkpoint")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="say what it trains on and what that takes, and train nothing"),
+    ] = False,
+    seed: Annotated[int | None, typer.Option("--seed", help="of the data's order and an adapter's weights")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Stretch a model, train it briefly, write it, and measure before and after on the same tokens."""
+    with _one_line_errors():
+        _quiet_libraries()
+        from recipes.load import RecipeError, read_recipe
+        from recipes.tuning_load import find_recipe, make_finetune, override
+
+        if resume:
+            if out is None or recipe is not None or settings or dry_run or seed is not None:
+                raise RecipeError("resume: give --out DIR and nothing else; the run's own recipe.yaml says the rest")
+            from recipes.tuning_setting import resumed_finetune
+
+            _finetune(resumed_finetune(out), out, resume=True, as_json=as_json)
+            return
+        if recipe is None:
+            raise RecipeError("finetune: give a recipe, a YAML file or one of those that are shipped, as tiny/yarn")
+        path = find_recipe(recipe)
+        values = read_recipe(path)
+        for words in settings or []:
+            override(values, words)
+        made = make_finetune(values if seed is None else values | {"seed": seed}, where=str(path))
+        if dry_run:
+            _preflight(made, as_json=as_json)
+            return
+        _finetune(made, out, resume=False, as_json=as_json)
+
+
+@app.command()
 def contrast(
     first: Annotated[Path, typer.Argument(metavar="FIRST", help="the folder of a run")],
     second: Annotated[Path, typer.Argument(metavar="SECOND", help="the folder of another, on the same data")],
@@ -523,15 +575,17 @@ def _forecast(recipe: "CompareRecipe", *, as_json: bool) -> None:
         console.print(found.summary(), soft_wrap=True, markup=False, highlight=False)
 
 
-def _compare(recipe: "CompareRecipe", out: Path | None, *, resume: bool, as_json: bool) -> None:
+@contextmanager
+def _together() -> Generator["Ranks"]:
+    """Meet the other processes of a launcher, if there are any, and part from them however the block ends."""
     from recipes.ranks import ToldElsewhereError, join, leave
-    from recipes.screen import StoppedError, as_document, compare_on_screen, failures, show
+    from recipes.screen import StoppedError
 
     global _joined  # noqa: PLW0603  (one process, one command line)
     ranks = join()
     _joined = ranks.world > 1
     try:
-        comparison = compare_on_screen(recipe, out, resume=resume, ranks=ranks)
+        yield ranks
     except ToldElsewhereError:
         raise typer.Exit(2) from None
     except StoppedError as error:
@@ -540,6 +594,44 @@ def _compare(recipe: "CompareRecipe", out: Path | None, *, resume: bool, as_json
         raise typer.Exit(130) from None
     finally:
         leave(ranks)
+
+
+def _preflight(recipe: "FinetuneRecipe", *, as_json: bool) -> None:
+    from recipes.preflight import preflight
+    from recipes.tuning_setting import load_finetune
+
+    with _together() as ranks:
+        found = preflight(load_finetune(recipe, ranks=ranks))
+    if not ranks.is_first:
+        return
+    if as_json:
+        _print_json(found.as_dict())
+        return
+    for line in found.lines():
+        typer.echo(line)
+
+
+def _finetune(recipe: "FinetuneRecipe", out: Path | None, *, resume: bool, as_json: bool) -> None:
+    from recipes.tuning_screen import as_document, failures, finetune_on_screen, show
+
+    with _together() as ranks:
+        done = finetune_on_screen(recipe, out, resume=resume, ranks=ranks)
+    if ranks.is_first:
+        if as_json:
+            _print_json(as_document(done))
+        else:
+            show(done)
+        if done.failed:
+            typer.echo("rope-ext: finished with failed cells: " + "; ".join(failures(done)), err=True)
+    if done.failed:
+        raise typer.Exit(3)
+
+
+def _compare(recipe: "CompareRecipe", out: Path | None, *, resume: bool, as_json: bool) -> None:
+    from recipes.screen import as_document, compare_on_screen, failures, show
+
+    with _together() as ranks:
+        comparison = compare_on_screen(recipe, out, resume=resume, ranks=ranks)
     status = 3 if comparison.failed else 0
     if ranks.is_first:
         if as_json:

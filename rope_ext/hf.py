@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from rope_ext.errors import ContextError, ModelError, RopeExtError
 from rope_ext.geometry import RopeGeometry
@@ -226,7 +227,11 @@ def check_attention_reach(config: PretrainedConfig, context: int) -> None:
 
 
 def load_model(
-    name: str, *, device: str | None = None, dtype: torch.dtype | Literal["auto"] | None = None
+    name: str,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
+    distributed: DistributedConfig | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model, in evaluation mode, and its tokenizer.
 
@@ -236,6 +241,7 @@ def load_model(
         device: as torch spells it; a GPU if there is one, otherwise the CPU.
         dtype: of the weights; "auto" is the checkpoint's own. By default that on a GPU, and fp32 on a CPU, where bf16
             is slow.
+        distributed: shard it over processes as it is loaded, see transformers' DistributedConfig.
 
     Raises:
         ModelError: nothing of that name, transformers cannot load it, or weights are missing from it.
@@ -252,7 +258,8 @@ def load_model(
             ) from error
         raise _unreadable(name, error) from error
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **gguf)
+        spread: dict[str, Any] = {} if distributed is None else {"distributed_config": distributed}
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **gguf, **spread)
     except Exception as error:
         raise _unreadable(name, error) from error
     model, info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
@@ -273,7 +280,9 @@ def load_model(
         # The weights were dequantised on loading; what is left is a mark that makes save_pretrained refuse them.
         quantizer.remove_quantization_config(model)
     model.config.name_or_path = name
-    cast("nn.Module", model).to(device).eval()
+    if distributed is None:
+        cast("nn.Module", model).to(device)
+    cast("nn.Module", model).eval()
     return model, cast("PreTrainedTokenizerBase", tokenizer)
 
 

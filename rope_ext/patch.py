@@ -232,6 +232,7 @@ def extend(
     factor: float | None = None,
     base: ScaledBase | None = None,
     original_context: int | None = None,
+    sharded: bool = False,
 ) -> Patch:
     """Put `method` into a live model and return the handle that takes it out again.
 
@@ -247,6 +248,8 @@ def extend(
         factor: the same as a multiple of the original window. Exactly one of the two.
         base: for a checkpoint that already carries scaling: "original" or "checkpoint", see `hf.read_geometry`.
         original_context: the window of the base in tokens, where the configuration does not say it.
+        sharded: take a model that FSDP2 has sharded, whose two-token proof runs on all processes together: every one
+            of them has to make this call.
 
     Raises:
         ModelError: the model is not LLaMA-like, compiled, sharded, on the meta device, or carries scaling.
@@ -256,7 +259,7 @@ def extend(
     """
     if isinstance(method, type) or not isinstance(method, Method):
         raise MethodError(f"method: {method!r} is not a method; pass an instance, as Yarn() or method('yarn')")
-    _refuse_unpatchable(model)
+    _refuse_unpatchable(model, sharded=sharded)
     site = find_rotary_site(model)
     current = getattr(site.parent, site.attribute)
     nested = isinstance(current, ExtendedRotaryEmbedding)
@@ -315,7 +318,7 @@ def active_patch_table(model: PreTrainedModel) -> ExtendedRotaryEmbedding | None
     return current if isinstance(current, ExtendedRotaryEmbedding) else None
 
 
-def _refuse_unpatchable(model: PreTrainedModel) -> None:
+def _refuse_unpatchable(model: PreTrainedModel, *, sharded: bool) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ModelError(f"model: {type(model).__name__} is not a Hugging Face model; load one, as with load_model()")
     # torch has no public test for either form of compilation
@@ -323,9 +326,8 @@ def _refuse_unpatchable(model: PreTrainedModel) -> None:
         raise ModelError(
             "model: it is compiled, and the compiled code would keep the old frequencies; extend, then compile"
         )
-    if any(isinstance(p, DTensor) for p in model.parameters()) or any(
-        "FullySharded" in type(m).__name__ for m in model.modules()
-    ):
+    in_pieces = any(isinstance(p, DTensor) for p in model.parameters())
+    if (in_pieces and not sharded) or any("FullySharded" in type(m).__name__ for m in model.modules()):
         raise ModelError("model: it is sharded over devices; extend it first, then shard")
     if any(p.is_meta for p in model.parameters()):
         raise ModelError("model: its weights are on the meta device; load them first, then extend")

@@ -5,12 +5,15 @@ import yaml
 
 from recipes.load import CONFIGS, DEFAULTS, RecipeError, make_recipe, read_recipe, write_recipe
 from recipes.schema import CompareRecipe
+from recipes.tuning import FinetuneRecipe
+from recipes.tuning_load import make_finetune
 from rope_ext import MethodError
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.relative_to(CONFIGS).as_posix())
 def test_every_shipped_recipe_loads(path):
-    assert isinstance(make_recipe(read_recipe(path)), CompareRecipe)
+    made = make_recipe(read_recipe(path)) if path.stem == "compare" else make_finetune(read_recipe(path))
+    assert isinstance(made, CompareRecipe | FinetuneRecipe)
 
 
 def test_defaults_exist():

@@ -1,0 +1,387 @@
+"""A fine-tune from end to end: measure, stretch, train, write the model, measure again on the same tokens."""
+
+import json
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from evals import rows
+from evals.rows import Contrast, Sample
+from recipes.aggregate import contrast_of
+from recipes.compare import CELLS, DIFFERENCES, RUN, SAMPLES, Advance, Comparison, check_earlier, run_compare
+from recipes.environment import commit, machine, versions
+from recipes.lora import adapted, merged
+from recipes.proofs import NativeLoss, native_loss, prove_alike, prove_borders, prove_scored
+from recipes.ranks import once
+from recipes.setting import Setting
+from recipes.train import (
+    CHECKPOINTS,
+    CURVE,
+    TrainingError,
+    last_checkpoint,
+    read_curve,
+    step_of,
+    train_rows,
+    weights_in,
+)
+from recipes.tuning_setting import ADAPTER, MODEL, FinetuneSetting, computed_in
+from rope_ext.export import RECORD, save_extended
+from rope_ext.hf import load_config, load_model
+from rope_ext.patch import Patch, active_patch_table, extend
+from rope_ext.plan import spell
+
+EVALS, BEFORE, AFTER = "evals", "before", "after"
+STEP = "step-{:06d}"
+
+
+class Watch:
+    """What is told of a run as it goes; this one tells nothing."""
+
+    def measuring(self, setting: Setting) -> AbstractContextManager[Advance]:
+        """Open a measurement and return what is called with its progress."""
+        return nullcontext(lambda _cost, _what: None)
+
+    def training(self, setting: FinetuneSetting, done: int) -> AbstractContextManager[Callable[[dict[str, Any]], None]]:
+        """Open the training, `done` steps of which are behind, and return what is called with every step's line."""
+        return nullcontext(lambda _line: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finetuned:
+    """The outcome of a run.
+
+    Attributes:
+        before, after: the comparison of the untrained model with and without the method, and of the trained one.
+        between: after the steps of `eval.at`.
+        contrasts: of the trained model with the untrained, and with the model as it came.
+        curve: a line a step.
+    """
+
+    out: Path
+    setting: FinetuneSetting
+    before: Comparison
+    after: Comparison
+    between: dict[int, Comparison] = field(default_factory=dict[int, Comparison])
+    contrasts: tuple[Contrast, ...]
+    curve: list[dict[str, float]]
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether any cell failed."""
+        return self.before.failed or self.after.failed or any(each.failed for each in self.between.values())
+
+
+class Run:
+    """One fine-tune in its folder. What is done already, by files that are whole, is not done again."""
+
+    def __init__(self, setting: FinetuneSetting, watch: Watch) -> None:
+        self.setting, self.watch, self.recipe, self.out = setting, watch, setting.recipe, setting.out
+        self.model = setting.evaluation.model
+        self.between: dict[int, Comparison] = {}
+        self.started = time.monotonic()
+        self.earlier = earlier_legs(self.out / RUN)
+        self.native: NativeLoss | None = None
+
+    def go(self) -> Finetuned:
+        """Do what is left to do."""
+        setting, recipe, ranks = self.setting, self.recipe, self.setting.ranks
+        prove_scored(setting.rows, recipe.train.rows_per_device)
+        self.model = prepared(self.model, computed_in(setting))
+        self.native = native_loss(setting)
+        once(ranks, lambda: self._write_run(done=False))
+        before = self.measure(self.model, BEFORE)
+        if recipe.train.steps:
+            self._train()
+        once(ranks, lambda: self._write_run(done=False))
+        after = self.measure(self.model, AFTER, methods=[spell(setting.method)])
+        contrasts = self._contrasts(before, after)
+        once(ranks, lambda: self._finish(before, after, contrasts))
+        seconds = sum(float(str(leg["seconds"])) for leg in [*self.earlier, self._leg()])
+        return Finetuned(
+            out=self.out,
+            setting=setting,
+            before=before,
+            after=after,
+            between=dict(sorted(self.between.items())),
+            contrasts=tuple(contrasts),
+            curve=read_curve(self.out / CURVE),
+            seconds=seconds,
+        )
+
+    def measure(self, model: PreTrainedModel, name: str, methods: Sequence[str] | None = None) -> Comparison:
+        """Return a comparison of the model as it is, in a folder of its own within the run's."""
+        evaluation, ranks = self.setting.evaluation, self.setting.ranks
+        asked = evaluation.recipe
+        if methods is not None:
+            asked = replace(asked, methods=tuple(methods))
+            chosen = tuple(m for m in evaluation.methods if spell(m) in methods)
+        else:
+            chosen = evaluation.methods
+        stage = name if name in {BEFORE, AFTER} else name.replace("step-", "step ")
+        folder = self.out / EVALS / name
+        setting = replace(evaluation, recipe=asked, methods=chosen, model=model, out=folder, stage=stage)
+        once(ranks, lambda: folder.mkdir(parents=True, exist_ok=True))
+        once(ranks, lambda: check_earlier(folder))
+        with self.watch.measuring(setting) as advance, numerics(computed_in(self.setting), model.device):
+            return run_compare(setting, advance=advance)
+
+    def _extend(self, model: PreTrainedModel) -> Patch:
+        recipe = self.recipe
+        return extend(
+            model,
+            self.setting.method,
+            context=recipe.context,
+            base=recipe.base,
+            original_context=recipe.original_context,
+            sharded=self.setting.is_sharded and recipe.train.parallel.fsdp > 1,
+        )
+
+    def _train(self) -> None:
+        """Train what is left of the steps and write the model; `self.model` is the trained one then, unpatched."""
+        setting, recipe, ranks = self.setting, self.recipe, self.setting.ranks
+        last = last_checkpoint(self.out / CHECKPOINTS)
+        finished = last is not None and step_of(last) == recipe.train.steps
+        whole = self.model
+        trained: nn.Module | None = None
+        if recipe.train.parallel.fsdp > 1 and not finished:
+            whole = sharded_model(setting)
+        patch = self._extend(whole)
+        table = active_patch_table(whole)
+        assert table is not None
+        prove_alike(table, ranks)
+        prove_borders(whole, setting.rows, is_static=table.is_static)
+        if recipe.train.adapter is not None:
+            trained = adapted(whole, recipe.train.adapter, seed=recipe.seed)
+        if recipe.train.liger:
+            use_liger(whole)
+        if not (finished and setting.is_sharded):
+            with self.watch.training(setting, step_of(last) if last else 0) as advance:
+                train_rows(
+                    whole,
+                    setting.rows,
+                    recipe,
+                    self.out,
+                    trained=trained,
+                    ranks=ranks,
+                    measure=lambda step: self._between(whole, step),
+                    advance=advance,
+                )
+        if setting.is_sharded:
+            whole, patch = self._gathered()
+        self._write_model(whole, trained)
+        patch.undo()
+        self.model = whole
+
+    def _between(self, model: PreTrainedModel, step: int) -> None:
+        """Measure in the midst of training, and leave model and random numbers as they were."""
+        was_training = model.training
+        cast("nn.Module", model).eval()
+        patch = active_patch(model)
+        patch.undo()
+        try:
+            with torch.random.fork_rng():
+                self.between[step] = self.measure(model, STEP.format(step), methods=[spell(self.setting.method)])
+        finally:
+            self._extend(model)
+            cast("nn.Module", model).train(was_training)
+
+    def _gathered(self) -> tuple[PreTrainedModel, Patch]:
+        """Return a whole model, extended, with the weights of the last checkpoint: what was sharded is let go."""
+        last = last_checkpoint(self.out / CHECKPOINTS)
+        if last is None or step_of(last) != self.recipe.train.steps:
+            raise TrainingError(f"train: {self.out / CHECKPOINTS} lacks the checkpoint of the last step; --resume")
+        model = self.setting.evaluation.model
+        found = weights_in(last)
+        missing, unexpected = cast("nn.Module", model).load_state_dict(found, strict=False)
+        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+        if set(missing) - tied or unexpected:
+            raise TrainingError(f"train: {last} does not hold the model's weights ({[*missing, *unexpected][:3]})")
+        return model, self._extend(model)
+
+    def _write_model(self, model: PreTrainedModel, trained: nn.Module | None) -> None:
+        """Write what was trained, rounded as it is stored, once."""
+        ranks, recipe, tokenizer = self.setting.ranks, self.recipe, self.setting.evaluation.tokenizer
+        adapter = recipe.train.adapter
+        if trained is not None:
+            once(ranks, lambda: _save(cast("PreTrainedModel", trained), self.out / ADAPTER))
+            merged(trained)
+        stored = stored_dtype(recipe.model)
+        round_to(model, stored)
+        if adapter is None or adapter.merge:
+            form = {"tokenizer": tokenizer, "allow_approximate": recipe.allow_approximate}
+            once(ranks, lambda: _save(model, self.out / MODEL, dtype=stored, **form))
+
+    def _contrasts(self, before: Comparison, after: Comparison) -> list[Contrast]:
+        """Return how the trained model differs from the untrained one, and from the model as it came."""
+        scored = {c.out: rows.read_samples(c.out / SAMPLES) for c in (before, after)}
+        [trained] = after.labels
+        method = spell(self.setting.method)
+        original, seed = self.setting.evaluation.geometry.original_context, self.recipe.eval.seed
+        mine = _by_measure(scored[after.out], trained)
+        found: list[Contrast] = []
+        for fingerprint, name in zip(before.labels, before.recipe.methods, strict=True):
+            theirs = _by_measure(scored[before.out], fingerprint)
+            for measure in mine.keys() & theirs.keys():
+                names = (f"{method} (after)", f"{name} (before)")
+                seen = max(before.recipe.lengths) if measure[0] == "nll-by-position" else measure[2]
+                each = contrast_of(mine[measure], theirs[measure], names=names, native=seen <= original, seed=seed)
+                if each is not None:
+                    found.append(each)
+        return sorted(found, key=lambda c: (c.against, c.task, c.protocol, c.length))
+
+    def _finish(self, before: Comparison, after: Comparison, contrasts: Sequence[Contrast]) -> None:
+        rows.write(self.out / CELLS, [*before.cells, *after.cells])
+        rows.write(self.out / DIFFERENCES, contrasts)
+        self._write_run(done=True)
+
+    def _leg(self) -> dict[str, object]:
+        seconds = time.monotonic() - self.started
+        return {
+            "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "versions": versions(),
+            "machine": machine(self.model.device),
+            "processes": self.setting.ranks.world,
+            "seconds": round(seconds, 1),
+        }
+
+    def _write_run(self, *, done: bool) -> None:
+        """Write what a reader needs to trust the run: what was trained on, what was proven, and every leg."""
+        setting, plan = self.setting, self.setting.plan
+        record = {
+            "finished": done,
+            "original_context": setting.evaluation.geometry.original_context,
+            "precision": computed_in(setting),
+            "data": {
+                "rows": len(plan.rows),
+                "row_tokens": plan.shape.row_tokens,
+                "hash": plan.digest(),
+                "padding": round(plan.padding(), 4),
+                "tokens_by_length": plan.lengths(),
+                "sources": [
+                    {"name": s.name, "documents": len(s.lengths), "tokens": int(s.lengths.sum()), "hash": s.data_hash}
+                    for s in setting.sources
+                ],
+                "epochs": [round(each, 4) for each in plan.epochs],
+            },
+            "native_loss": self.native._asdict() if self.native else None,
+            "legs": [*self.earlier, self._leg()],
+        }
+        rows.write_whole(self.out / RUN, json.dumps(record, indent=2) + "\n")
+
+
+def run_finetune(setting: FinetuneSetting, *, watch: Watch | None = None) -> Finetuned:
+    """Train what is not yet trained, measure what is not yet measured, and return the outcome.
+
+    Raises:
+        TrainingError: a proof failed, or the loss is not finite.
+        RopeExtError, EvalError: what patching, writing and measuring raise.
+    """
+    return Run(setting, watch or Watch()).go()
+
+
+def earlier_legs(path: Path) -> list[dict[str, object]]:
+    """Return the legs of a run that goes on; none if it has not begun."""
+    try:
+        legs = json.loads(path.read_text(encoding="utf-8"))["legs"]
+        _ = [float(leg["seconds"]) for leg in legs]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise TrainingError(f"resume: {path} is not a run's record ({error}); remove it to go on without it") from error
+    return legs
+
+
+def _by_measure(samples: Sequence[Sample], fingerprint: str) -> dict[tuple[str, str, int], list[Sample]]:
+    found: dict[tuple[str, str, int], list[Sample]] = {}
+    for sample in samples:
+        if sample.fingerprint == fingerprint:
+            found.setdefault((sample.task, sample.protocol, sample.length), []).append(sample)
+    return found
+
+
+def active_patch(model: PreTrainedModel) -> Patch:
+    """Return the patch in effect."""
+    table = active_patch_table(model)
+    assert table is not None
+    return table.patch
+
+
+def prepared(model: PreTrainedModel, precision: str) -> PreTrainedModel:
+    """Return the model with weights as they are trained: fp32, but for pure-bf16."""
+    return cast(
+        "PreTrainedModel", cast("nn.Module", model).to(torch.bfloat16 if precision == "pure-bf16" else torch.float32)
+    )
+
+
+@contextmanager
+def numerics(precision: str, device: torch.device) -> Generator[None]:
+    """Compute as training does: in bf16 on fp32 weights, or as the weights are."""
+    if precision != "bf16":
+        yield
+        return
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        yield
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """Return the dtype that a model's checkpoint is in, which what is written keeps."""
+    found = getattr(load_config(name), "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+@torch.no_grad()
+def round_to(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round the weights to what will be stored, so that what is measured afterwards is what was written."""
+    for parameter in cast("nn.Module", model).parameters():
+        if parameter.dtype != dtype and parameter.is_floating_point():
+            parameter.copy_(parameter.to(dtype))
+
+
+def _save(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype | None = None, **form: Any) -> None:
+    """Write an export if it is not there yet, in the dtype that it is stored in."""
+    if (folder / RECORD).is_file():
+        return
+    own = model.dtype
+    if dtype is not None:
+        cast("nn.Module", model).to(dtype)
+    try:
+        save_extended(model, folder, **form)
+    finally:
+        cast("nn.Module", model).to(own)
+
+
+def use_liger(model: PreTrainedModel) -> None:
+    """Put Liger's norms and feed-forward kernels into this model alone. Not run here: they need a GPU.
+
+    Its rotary kernel would be put into transformers for every model, and its loss is not needed beside ours.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]  (optional)
+
+    _apply_liger_kernel_to_instance(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def sharded_model(setting: FinetuneSetting) -> PreTrainedModel:
+    """Return the model loaded anew, sharded over processes by transformers."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    recipe, parallel = setting.recipe, setting.recipe.train.parallel
+    precision = computed_in(setting)
+    config = DistributedConfig(
+        fsdp_size=parallel.fsdp,
+        dp_replicate_size=setting.ranks.world // parallel.fsdp,
+        fsdp_cpu_offload=parallel.cpu_offload,
+        fsdp_mixed_precision=precision == "bf16",
+    )
+    dtype = torch.bfloat16 if precision == "pure-bf16" else torch.float32
+    model, _ = load_model(recipe.model, dtype=dtype, distributed=config)
+    return model

@@ -1,0 +1,205 @@
+"""What a fine-tune would take, without a step of it: `rope-ext finetune --dry-run`."""
+
+import os
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from recipes.all_work import total_cost
+from recipes.setting import forward_cost
+from recipes.train import accumulation
+from recipes.tuning import Train
+from recipes.tuning_setting import FinetuneSetting, computed_in
+from rope_ext.hf import size_of_head
+from rope_ext.inspection import in_bytes
+
+ADAM_BYTES = 8
+"""Of a trained number: two moments in fp32 (in bf16 weights of their own dtype)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """A fine-tune before it is run; bytes are of one process.
+
+    Attributes:
+        trained, parameters: numbers that are trained, of all.
+        weights, gradients, optimizer, activations, logits: bytes that a step holds at once.
+        memory: that the device has.
+        step_operations, operations: of a step, and of all steps and evaluations, over all processes.
+        peak: operations a second that a matrix product reached here, now.
+        seconds: for all operations at that peak on every process: less than it will take.
+    """
+
+    parameters: int
+    trained: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    memory: int
+    rows: int
+    row_tokens: int
+    tokens: int
+    accumulation: int
+    processes: int
+    step_operations: float
+    operations: float
+    peak: float
+    seconds: float
+    tokens_by_length: dict[int, int]
+    epochs: dict[str, float]
+
+    @property
+    def total_bytes(self) -> int:
+        """What a step holds at once."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is less than the device has."""
+        return self.total_bytes < self.memory
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the same for JSON."""
+        return {**asdict(self), "total_bytes": self.total_bytes, "fits": self.fits}
+
+    def lines(self) -> list[str]:
+        """Return the same for a person."""
+        parts = {name: getattr(self, name) for name in ("weights", "gradients", "optimizer", "activations", "logits")}
+        said = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
+        verdict = "fits into" if self.fits else "DOES NOT FIT into"
+        share = self.trained / self.parameters
+        lengths = ", ".join(f"{tokens:,} in pieces of up to {n:,}" for n, tokens in self.tokens_by_length.items())
+        passes = ", ".join(f"{name} {times:.2f}" for name, times in self.epochs.items())
+        rows = f"{self.rows:,} rows of {self.row_tokens:,} tokens, {self.tokens:,} in all"
+        work = f"{self.step_operations:.3g} floating-point operations a step, {self.operations:.3g} with evaluations"
+        speed = f"{in_words(self.seconds)} at the {self.peak / 1e9:.0f} GFLOP/s that a matrix product reaches here"
+        return [
+            f"{rows}; {self.accumulation} forwards a step on each of {self.processes} processes",
+            f"tokens: {lengths}",
+            f"times that a source is passed: {passes}",
+            f"trained: {self.trained:,} of {self.parameters:,} numbers ({100 * share:.3g} %)",
+            f"memory of a step: about {in_bytes(self.total_bytes)} ({said}); it {verdict} {in_bytes(self.memory)}",
+            f"{work}; at least {speed}",
+        ]
+
+
+def preflight(setting: FinetuneSetting) -> Preflight:
+    """Return what a fine-tune would take."""
+    recipe, model, train = setting.recipe, setting.evaluation.model, setting.recipe.train
+    shards = max(train.parallel.fsdp, train.parallel.context, train.parallel.ulysses)
+    row_tokens = setting.plan.shape.row_tokens
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = _num_trained(model, train, parameters)
+    precision = computed_in(setting)
+    itemsize = 2 if precision == "pure-bf16" else 4
+    tokens = train.rows_per_device * row_tokens // max(train.parallel.context, train.parallel.ulysses)
+    per_step = 3 * train.rows_per_step * _row_cost(model, row_tokens) * _recompute(train)
+    evaluated = total_cost(setting.evaluation).operations / len(setting.evaluation.methods)
+    operations = per_step * train.steps + evaluated * (3 + len(recipe.eval.at))
+    peak = matmul_peak(model.device, torch.float32 if precision == "fp32" else torch.bfloat16)
+    return Preflight(
+        parameters=parameters,
+        trained=trained,
+        weights=parameters * itemsize // shards,
+        gradients=trained * itemsize // shards,
+        optimizer=trained * ADAM_BYTES // shards,
+        activations=tokens * activation_bytes(model, train, 4 if precision == "fp32" else 2),
+        logits=2 * min(train.loss_rows, tokens) * int(model.config.vocab_size) * 4,
+        memory=memory_of(model.device),
+        rows=len(setting.plan.rows),
+        row_tokens=row_tokens,
+        tokens=len(setting.plan.rows) * row_tokens,
+        accumulation=accumulation(train, setting.ranks.world),
+        processes=setting.ranks.world,
+        step_operations=per_step,
+        operations=operations,
+        peak=peak,
+        seconds=operations / peak / setting.ranks.world,
+        tokens_by_length=setting.plan.lengths(),
+        epochs={
+            f"{pool.documents.name} ({len(pool.numbers)} documents)": times
+            for pool, times in zip(setting.plan.pools, setting.plan.epochs, strict=True)
+        },
+    )
+
+
+def _num_trained(model: PreTrainedModel, train: Train, parameters: int) -> int:
+    adapter = train.adapter
+    if adapter is None:
+        return parameters
+    found = 0
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and last in adapter.targets:
+            found += adapter.rank * sum(weight.shape)
+        elif isinstance(weight, torch.Tensor) and last in adapter.also_train:
+            found += weight.numel()
+    return found
+
+
+def _row_cost(model: PreTrainedModel, row_tokens: int) -> float:
+    """Return the operations of a forward over one row, the output head included."""
+    config = model.config
+    head = 2.0 * config.vocab_size * config.hidden_size * row_tokens
+    embeddings = 2.0 * config.vocab_size * config.hidden_size * row_tokens  # counted among the weights, but only read
+    return forward_cost(model, row_tokens) + head - embeddings
+
+
+def _recompute(train: Train) -> float:
+    """Return what recomputing activations adds to forward and backward, as a factor of both."""
+    checkpointing = train.activation_checkpointing
+    return 1.0 if checkpointing is None else 1 + 1 / (3 * checkpointing.every_n_layers)
+
+
+def activation_bytes(model: PreTrainedModel, train: Train, itemsize: int) -> int:
+    """Return the bytes of activations that one token leaves for the backward pass.
+
+    Of each layer: the inputs of both norms and of attention and feed-forward (4 x width), queries, keys, values and
+    attention's output, three feed-forward vectors and their product; where activations are recomputed, the input of the
+    layer alone, and of one layer at a time the rest.
+    """
+    config = model.config
+    width, layers = int(config.hidden_size), int(config.num_hidden_layers)
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    inner = 4 * width + (3 * heads + 2 * kv_heads) * size_of_head(config) + 4 * int(config.intermediate_size)
+    checkpointing = train.activation_checkpointing
+    if checkpointing is None:
+        return itemsize * layers * inner
+    recomputed = layers // checkpointing.every_n_layers
+    kept = 0 if checkpointing.offload else recomputed * width
+    return itemsize * ((layers - recomputed) * inner + kept + inner)
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of memory of a device, in all."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations a second that a square matrix product reaches here, the best of three."""
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.ones(size, size, device=device, dtype=dtype if device.type == "cuda" else torch.float32)
+    best = 0.0
+    for _ in range(3):
+        started = time.perf_counter()
+        _ = a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - started))
+    return best
+
+
+def in_words(seconds: float) -> str:
+    """Return a time in the unit that fits it."""
+    for unit, size in (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"

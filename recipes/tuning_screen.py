@@ -1,0 +1,109 @@
+"""A fine-tune as a person runs it: a bar for each part with an estimate, the table, the files, one JSON document."""
+
+import dataclasses
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from recipes import screen
+from recipes.compare import Advance
+from recipes.finetune import Finetuned, Watch, run_finetune
+from recipes.load import RecipeError
+from recipes.preflight import preflight
+from recipes.ranks import ALONE, Ranks, once
+from recipes.screen import StoppedError, bar_columns, lock, watching
+from recipes.setting import Setting
+from recipes.tuning import FinetuneRecipe
+from recipes.tuning_report import report_lines, table, write_curve, write_report
+from recipes.tuning_setting import ADAPTER, MODEL, FinetuneSetting, prepare_finetune
+
+
+class Bars(Watch):
+    """A bar on stderr for each measurement and for the training; only the first process shows them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.console = Console(stderr=True, quiet=not ranks.is_first)
+
+    @contextmanager
+    def measuring(self, setting: Setting) -> Generator[Advance]:
+        """Show how far a measurement is."""
+        with watching(setting, f"{setting.stage}: ") as advance:
+            yield advance
+
+    @contextmanager
+    def training(self, setting: FinetuneSetting, done: int) -> Generator[Callable[[dict[str, Any]], None]]:
+        """Show the step, its loss, and the time that is left."""
+        train = setting.recipe.train
+        each = train.rows_per_step * setting.plan.shape.row_tokens
+        with Progress(*bar_columns(), console=self.console, speed_estimate_period=24 * 3600.0) as progress:
+            bar = progress.add_task("train", total=train.steps, completed=done, tokens="")
+
+            def advance(line: dict[str, Any]) -> None:
+                tokens = f"{line['step'] * each / 1e6:.2f}/{train.steps * each / 1e6:.2f}M tokens"
+                words = f"train: loss {line['loss']:.3f}"
+                progress.update(bar, completed=line["step"], description=words, tokens=tokens)
+
+            yield advance
+
+
+def finetune_on_screen(recipe: FinetuneRecipe, out: Path | None, *, resume: bool, ranks: Ranks = ALONE) -> Finetuned:
+    """Run a fine-tune under bars on stderr, and write its picture and its report.
+
+    Raises:
+        RopeExtError, EvalError: bad input, before anything was written, or a training that cannot go on.
+        StoppedError: interrupted from the keyboard; what is on disk is gone on with.
+    """
+    setting = prepare_finetune(recipe, out, resume=resume, ranks=ranks)
+    again = f"go on with: rope-ext finetune --resume --out {setting.out}"
+    with ExitStack() as stack:
+        once(ranks, lambda: lock(setting.out, stack))
+        once(ranks, lambda: _warn_of_memory(setting))
+        try:
+            done = run_finetune(setting, watch=Bars(ranks))
+            once(ranks, lambda: write_report(done, write_curve(done)))
+        except KeyboardInterrupt:
+            raise StoppedError(f"stopped; {again}") from None
+        except OSError as error:
+            raise RecipeError(f"out: {setting.out} cannot be written: {error.strerror or error}; {again}") from error
+    return done
+
+
+def _warn_of_memory(setting: FinetuneSetting) -> None:
+    found = preflight(setting)
+    if not found.fits:
+        line = next(line for line in found.lines() if line.startswith("memory"))
+        Console(stderr=True).print(f"rope-ext: {line}", soft_wrap=True, markup=False, highlight=False)
+
+
+def show(done: Finetuned) -> None:
+    """Print the table and where everything is."""
+    console = Console()
+    console.print(table(done))
+    for line in report_lines(done):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def as_document(done: Finetuned) -> dict[str, object]:
+    """Return a fine-tune as one JSON document."""
+    adapter, model = done.out / ADAPTER, done.out / MODEL
+    return {
+        "out": str(done.out),
+        "model": str(model) if model.is_dir() else None,
+        "adapter": str(adapter) if adapter.is_dir() else None,
+        "steps": len(done.curve),
+        "curve": done.curve,
+        "cells": [dataclasses.asdict(cell) for cell in (*done.before.cells, *done.after.cells)],
+        "between": {str(s): [dataclasses.asdict(cell) for cell in each.cells] for s, each in done.between.items()},
+        "differences": [dataclasses.asdict(contrast) for contrast in done.contrasts],
+        "seconds": done.seconds,
+    }
+
+
+def failures(done: Finetuned) -> list[str]:
+    """Return one line for each failed cell, pooled over depths."""
+    measured = (done.before, *done.between.values(), done.after)
+    return sorted({line for each in measured for line in screen.failures(each)})
