@@ -1,16 +1,20 @@
 # make demo   the main job on the bundled model: a table on the screen, a run folder with pictures and a report
 # make test   lint, types, import rules, and the CPU tests
-# make smollm2  the same comparison on a real model, SmolLM2-135M (about an hour on two cores)
+# make finetune  a brief fine-tune of the bundled model, before and after on the same tokens (minutes)
+# make smollm2  the comparison of make demo on a real model, SmolLM2-135M (about an hour on two cores)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test smollm2 lint types unit format clean
+.PHONY: demo finetune test smollm2 lint types unit format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/rope-ext compare
+
+finetune: $(VENV)/.installed-train
+	$(BIN)/rope-ext finetune tiny/yarn
 
 test: lint types unit
 
@@ -39,6 +43,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.installed-train: $(VENV)/.installed
+	$(PIP) --editable '.[train]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

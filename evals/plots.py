@@ -167,3 +167,31 @@ def loss_chart(curve: Sequence[Mapping[str, float]], *, model: str, method: str,
     )
     title = _title(f"Training loss: {model}", [f"{method}, for a window of {context} tokens"])
     return alt.layer(loss).properties(width=WIDTH, height=HEIGHT, title=title)
+
+
+def recovery_chart(
+    rows: Sequence[Mapping[str, object]], *, title: str, subtitle: Sequence[str], value: str, logarithmic: bool
+) -> Chart:
+    """Return a value over steps of training, one line with bars a method.
+
+    Args:
+        rows: of "method", "step", "value", "low" and "high".
+        value: what it is, for the axis.
+        logarithmic: of the axis; otherwise it runs from 0 to 1.
+    """
+    order = list(dict.fromkeys(str(row["method"]) for row in rows))
+    steps = sorted({int(str(row["step"])) for row in rows})
+    colour, shape = _by_method(order)
+    x = alt.X("step:Q", title="steps of training", scale=alt.Scale(type="symlog", constant=5, nice=False, padding=14))
+    scale = alt.Scale(type="log", nice=False, padding=10) if logarithmic else alt.Scale(domain=[0, 1])
+    y = alt.Y("value:Q", title=value, scale=scale)
+    if logarithmic:
+        high = max(float(str(row["high"])) for row in rows)
+        low = min(float(str(row["low"])) for row in rows)
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        y = y.axis(values=[m * 10.0**d for d in decades for m in (1, 2, 5) if low <= m * 10.0**d <= high], format="~g")
+    base = alt.Chart(_data(rows)).encode(x=x.axis(values=steps, format="d", grid=False))
+    spread = base.mark_rule(opacity=0.45).encode(y=alt.Y("low:Q", title=value), y2="high:Q", color=colour)
+    line = base.mark_line(strokeWidth=2).encode(y=y, color=colour)
+    point = base.mark_point(filled=True, size=46).encode(y=y, color=colour, shape=shape)
+    return alt.layer(spread, line, point).properties(width=WIDTH, height=HEIGHT, title=_title(title, subtitle))

@@ -1,7 +1,7 @@
 """What `data` of a recipe may say, and the documents that it means."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +31,11 @@ def pinned(name: str) -> str:
     return hub.pin(hub.parse_hub(name)).spell() if name.startswith(hub.PREFIX) else name
 
 
-def open_data(name: str) -> Data:
+def open_data(name: str, *, also: Sequence[str] = ()) -> Data:
     """Return the documents that a pinned name means; those of a stream are read, and refused, as they are asked for.
+
+    Args:
+        also: names that the caller knows besides, for the hint at a misspelled one.
 
     Raises:
         RecipeError: the name is empty, or a known one misspelled.
@@ -47,8 +50,8 @@ def open_data(name: str) -> Data:
         return Data(hub.stream(hub.parse_hub(name)), in_order=True)
     if name in SOURCES:
         return Data(corpora.python_sources("held-out" if name == "python" else "all"), in_order=False)
-    hint = nearest(name, NAMES)
+    hint = nearest(name, [*NAMES, *also])
     # os.path.exists is False where Path.exists raises: for a name too long to be one
     if hint != ";" and len(Path(name).parts) == 1 and not Path(name).suffix and not os.path.exists(name):  # noqa: PTH110
-        raise RecipeError(f"data: {name!r} does not exist{hint} names: {', '.join(NAMES)}")
+        raise RecipeError(f"data: {name!r} does not exist{hint} names: {', '.join([*NAMES, *also])}")
     return Data(corpora.read_documents(Path(name)), in_order=False)

@@ -36,7 +36,7 @@ from recipes.tuning_setting import ADAPTER, MODEL, FinetuneSetting, computed_in
 from rope_ext.export import RECORD, save_extended
 from rope_ext.hf import load_config, load_model
 from rope_ext.patch import Patch, active_patch_table, extend
-from rope_ext.plan import spell
+from rope_ext.plan import label, spell
 
 EVALS, BEFORE, AFTER = "evals", "before", "after"
 STEP = "step-{:06d}"
@@ -86,6 +86,7 @@ class Run:
     def __init__(self, setting: FinetuneSetting, watch: Watch) -> None:
         self.setting, self.watch, self.recipe, self.out = setting, watch, setting.recipe, setting.out
         self.model = setting.evaluation.model
+        self.precision, self.device = computed_in(setting), setting.evaluation.model.device
         self.between: dict[int, Comparison] = {}
         self.started = time.monotonic()
         self.earlier = earlier_legs(self.out / RUN)
@@ -95,7 +96,7 @@ class Run:
         """Do what is left to do."""
         setting, recipe, ranks = self.setting, self.recipe, self.setting.ranks
         prove_scored(setting.rows, recipe.train.rows_per_device)
-        self.model = prepared(self.model, computed_in(setting))
+        self.model = prepared(self.model, self.precision)
         self.native = native_loss(setting)
         once(ranks, lambda: self._write_run(done=False))
         before = self.measure(self.model, BEFORE)
@@ -131,8 +132,23 @@ class Run:
         setting = replace(evaluation, recipe=asked, methods=chosen, model=model, out=folder, stage=stage)
         once(ranks, lambda: folder.mkdir(parents=True, exist_ok=True))
         once(ranks, lambda: check_earlier(folder))
-        with self.watch.measuring(setting) as advance, numerics(computed_in(self.setting), model.device):
+        with self.watch.measuring(setting) as advance, numerics(self.precision, model.device):
             return run_compare(setting, advance=advance)
+
+    def _measured(self, name: str) -> Comparison:
+        """Return what has been measured in an earlier leg."""
+        folder, evaluation, method = self.out / EVALS / name, self.setting.evaluation, self.setting.method
+        cells = tuple(rows.read_cells(folder / CELLS))
+        return Comparison(
+            out=folder,
+            recipe=replace(evaluation.recipe, methods=(spell(method),)),
+            cells=cells,
+            contrasts=(),
+            labels={cell.fingerprint: label(method) for cell in cells},
+            original_context=evaluation.geometry.original_context,
+            ratios={},
+            seconds=0.0,
+        )
 
     def _extend(self, model: PreTrainedModel) -> Patch:
         recipe = self.recipe
@@ -153,7 +169,9 @@ class Run:
         whole = self.model
         trained: nn.Module | None = None
         if recipe.train.parallel.fsdp > 1 and not finished:
-            whole = sharded_model(setting)
+            # The whole model has been measured, and makes room for its shards
+            cast("nn.Module", self.model).to("cpu")
+            whole = sharded_model(setting, self.precision)
         patch = self._extend(whole)
         table = active_patch_table(whole)
         assert table is not None
@@ -180,6 +198,9 @@ class Run:
         self._write_model(whole, trained)
         patch.undo()
         self.model = whole
+        for step in recipe.eval.at:  # what an earlier leg has measured
+            if step not in self.between:
+                self.between[step] = self._measured(STEP.format(step))
 
     def _between(self, model: PreTrainedModel, step: int) -> None:
         """Measure in the midst of training, and leave model and random numbers as they were."""
@@ -195,11 +216,11 @@ class Run:
             cast("nn.Module", model).train(was_training)
 
     def _gathered(self) -> tuple[PreTrainedModel, Patch]:
-        """Return a whole model, extended, with the weights of the last checkpoint: what was sharded is let go."""
+        """Return a whole model loaded anew, extended, with the weights of the last checkpoint."""
         last = last_checkpoint(self.out / CHECKPOINTS)
         if last is None or step_of(last) != self.recipe.train.steps:
             raise TrainingError(f"train: {self.out / CHECKPOINTS} lacks the checkpoint of the last step; --resume")
-        model = self.setting.evaluation.model
+        model = prepared(load_model(self.recipe.model, device=str(self.device))[0], self.precision)
         found = weights_in(last)
         missing, unexpected = cast("nn.Module", model).load_state_dict(found, strict=False)
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
@@ -249,7 +270,7 @@ class Run:
             "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
             "commit": commit(),
             "versions": versions(),
-            "machine": machine(self.model.device),
+            "machine": machine(self.device),
             "processes": self.setting.ranks.world,
             "seconds": round(seconds, 1),
         }
@@ -260,7 +281,7 @@ class Run:
         record = {
             "finished": done,
             "original_context": setting.evaluation.geometry.original_context,
-            "precision": computed_in(setting),
+            "precision": self.precision,
             "data": {
                 "rows": len(plan.rows),
                 "row_tokens": plan.shape.row_tokens,
@@ -370,12 +391,11 @@ def use_liger(model: PreTrainedModel) -> None:
     _apply_liger_kernel_to_instance(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
-def sharded_model(setting: FinetuneSetting) -> PreTrainedModel:
+def sharded_model(setting: FinetuneSetting, precision: str) -> PreTrainedModel:
     """Return the model loaded anew, sharded over processes by transformers."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     recipe, parallel = setting.recipe, setting.recipe.train.parallel
-    precision = computed_in(setting)
     config = DistributedConfig(
         fsdp_size=parallel.fsdp,
         dp_replicate_size=setting.ranks.world // parallel.fsdp,

@@ -27,15 +27,16 @@ def adapted(model: PreTrainedModel, adapter: Adapter, *, seed: int) -> nn.Module
                     f"train.adapter.{key}: the model has no module {name!r}{nearest(name, known)} its modules: "
                     f"{', '.join(n for n in known if not n.isdecimal())}"
                 )
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    tied = bool(getattr(model.config, "tie_word_embeddings", False)) and "embed_tokens" in adapter.also_train
+    tying: dict[str, Any] = {"ensure_weight_tying": True} if tied else {}
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=cast("int", adapter.alpha),
         lora_dropout=adapter.dropout,
         target_modules=list(adapter.targets),
         modules_to_save=list(adapter.also_train) or None,
-        ensure_weight_tying=tied and "embed_tokens" in adapter.also_train,
         task_type="CAUSAL_LM",
+        **tying,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

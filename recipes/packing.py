@@ -37,6 +37,11 @@ class Documents(Protocol):
         """Return the tokens of each document."""
         ...
 
+    @property
+    def data_hash(self) -> str:
+        """A hash of every id."""
+        ...
+
     def ids(self, number: int) -> Int64[ndarray, " tokens"]:
         """Return the ids of one document."""
         ...
@@ -84,6 +89,11 @@ class Shape:
     every_piece: bool = False
     min_tokens: int = 2
     whole_rows: bool = False
+
+    @property
+    def bookends(self) -> int:
+        """The tokens that may stand around a piece."""
+        return (self.bos is not None) + (self.eos is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +148,7 @@ class _Draw:
             rng = np.random.default_rng([self.seed, self.number, epoch])
             self.order = rng.permutation(len(self.pieces)).tolist()
         self.at += 1
-        piece = self.pieces[self.order[place]]
-        self.emitted += piece.size
-        return piece
+        return self.pieces[self.order[place]]
 
 
 def _pieces(pool: int, document: int, length: int, shape: Shape) -> Iterator[Piece]:
@@ -202,12 +210,15 @@ class Plan:
         return 1 - filled / max(1, len(self.rows) * self.shape.row_tokens)
 
     def digest(self) -> str:
-        """Return 16 hex digits of the SHA-256 of every row: equal for runs that train on the same in the same order."""
-        digest = hashlib.sha256()
-        for number in range(len(self.rows)):
-            row = self.row(number)
-            digest.update(row.ids.tobytes())
-            digest.update(row.labels.tobytes())
+        """Return 16 hex digits of a SHA-256: equal for plans that train on the same tokens in the same order.
+
+        Of every source's own hash, the shape, and which piece stands where; no row has to be made for it.
+        """
+        hashes = [pool.documents.data_hash for pool in self.pools]
+        digest = hashlib.sha256(repr((hashes, self.shape)).encode())
+        for row in self.rows:
+            digest.update(len(row).to_bytes(8, "little"))
+            digest.update(np.asarray(row, dtype="<i8").tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -218,8 +229,10 @@ def plan_rows(pools: Sequence[Pool], shape: Shape, *, num_rows: int, seed: int) 
     goes on in the next such row. Rows are planned in order, so that fewer rows are the first of more.
 
     Raises:
-        RecipeError: a pool has no piece long enough.
+        RecipeError: a pool has no piece long enough, or a row has no room for more than BOS and EOS.
     """
+    if shape.row_tokens <= shape.bookends:
+        raise RecipeError(f"data.row_tokens: {shape.row_tokens} hold BOS and EOS and no token between; give more")
     draws = [_Draw(number, pool, shape, seed) for number, pool in enumerate(pools)]
     for draw in draws:
         if not draw.pieces:
@@ -239,14 +252,17 @@ def plan_rows(pools: Sequence[Pool], shape: Shape, *, num_rows: int, seed: int) 
         piece: Piece | None = draw.next()
         if piece.size == shape.row_tokens:
             rows.append((piece,))
+            draw.emitted += piece.size
             continue
         while piece is not None:
-            if room < shape.min_tokens:
+            # A piece is never bookends alone
+            if room < max(shape.min_tokens, shape.bookends + 1):
                 rows.append(tuple(open_row))
                 open_row, room = [], shape.row_tokens
             taken, piece = _cut(piece, room, shape)
             open_row.append(taken)
             room -= taken.size
+            draw.emitted += taken.size
     epochs = tuple(draw.at / len(draw.pieces) for draw in draws)
     return Plan(pools=tuple(pools), shape=shape, rows=tuple(rows[:num_rows]), epochs=epochs)
 

@@ -38,7 +38,8 @@ ALONE = Ranks()
 def join() -> Ranks:
     """Return this process's place among those that were started together; alone without a launcher.
 
-    Each takes the GPU of its local number. The exchange runs over gloo, on the CPU, whatever the device.
+    Each takes the GPU of its local number. Names and errors pass over gloo, on the CPU; training on GPUs exchanges
+    gradients over NCCL.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
@@ -46,7 +47,8 @@ def join() -> Ranks:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if not distributed.is_initialized():
-        distributed.init_process_group("gloo", timeout=_LONGEST_WAIT)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        distributed.init_process_group(backend, timeout=_LONGEST_WAIT)
     return Ranks(distributed.get_rank(), distributed.get_world_size())
 
 

@@ -66,7 +66,7 @@ def open_source(
     path = once(ranks, lambda: _written(source, tokenizer, text_tokens))
     from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
 
-    table = Dataset.from_file(str(path))
+    table = Dataset.from_file(str(path)).with_format("numpy")
     meta = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     lengths = np.asarray(meta["lengths"], dtype=np.int64)
     name = source.name + (" with numbers to recall" if source.recall else "")
@@ -96,13 +96,14 @@ def _written(source: Source, tokenizer: PreTrainedTokenizerBase, text_tokens: in
 def _documents(source: Source) -> tuple[Iterable[Document], str]:
     """Return a source's documents, and a hash of what they are: of their texts, or of a stream's name and end."""
     if source.name == TRAIN:
-        return _hashed(corpora.python_sources("train"))
-    name = data.pinned(source.name)
-    if name.startswith(hub.PREFIX) and source.max_documents is None:
+        return _hashed(corpora.python_sources("train")[: source.max_documents])
+    is_stream = hub.PRESETS.get(source.name, source.name).startswith(hub.PREFIX)
+    if is_stream and source.max_documents is None:
         raise RecipeError(
             f"data.sources ({source.name}): a stream of the Hub has no end to wait for; say max_documents"
         )
-    documents, in_order = data.open_data(name)
+    name = data.pinned(source.name)
+    documents, in_order = data.open_data(name, also=[TRAIN])
     if in_order:
         return islice(documents, source.max_documents), f"{name} {source.max_documents}"
     return _hashed([*islice(documents, source.max_documents)])
@@ -119,7 +120,11 @@ def _hashed(documents: list[Document]) -> tuple[list[Document], str]:
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of what a tokenizer does to a text."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    whole = fast.to_str() if fast is not None else json.dumps([type(tokenizer).__name__, tokenizer.get_vocab()])
+    if fast is None:
+        whole = json.dumps([type(tokenizer).__name__, tokenizer.get_vocab()])
+    else:  # transformers sets both anew at the first call
+        kept = {key: value for key, value in json.loads(fast.to_str()).items() if key not in {"truncation", "padding"}}
+        whole = json.dumps(kept, sort_keys=True)
     return hashlib.sha256(whole.encode()).hexdigest()
 
 

@@ -201,6 +201,9 @@ def test_a_run_killed_at_any_step_ends_with_the_same_curve_and_the_same_model(re
     assert [c.value for c in resumed.after.cells] == [c.value for c in whole.after.cells]
     assert [c.value for c in resumed.contrasts] == [c.value for c in whole.contrasts]
     assert len(json.loads((out / "run.json").read_text())["legs"]) == 2
+    assert {n: [c.value for c in each.cells] for n, each in resumed.between.items()} == {
+        n: [c.value for c in each.cells] for n, each in whole.between.items()
+    }
 
 
 def test_a_torn_checkpoint_is_passed_over(recipe, tmp_path):
@@ -337,11 +340,12 @@ def divided(recipe, out, tmp_path, *more):
     assert found.returncode == 0, found.stderr.decode()[-3000:]
 
 
-@pytest.mark.parametrize("parallel", [{}, {"fsdp": 2}], ids=["data-parallel", "fsdp2"])
-def test_two_processes_take_the_steps_of_one(recipe, tmp_path, parallel):
-    one = run(recipe, tmp_path / "one")
+@pytest.mark.parametrize(("fsdp", "at"), [(1, [2]), (2, [])], ids=["data-parallel", "fsdp2"])
+def test_two_processes_take_the_steps_of_one(recipe, tmp_path, fsdp, at):
+    one = run(changed(recipe, eval={"at": at}), tmp_path / "one")
     out = tmp_path / "two"
-    divided(changed(recipe, train={"parallel": parallel, "rows_per_device": 1}), out, tmp_path)
+    asked = changed(recipe, train={"parallel": {"fsdp": fsdp}, "rows_per_device": 1}, eval={"at": at})
+    divided(asked, out, tmp_path)
     curve = read_curve(out / "train.jsonl")
     assert [line["loss"] for line in curve] == pytest.approx([line["loss"] for line in one.curve], abs=1e-6)
     norms = [line["grad_norm"] for line in one.curve]
