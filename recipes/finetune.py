@@ -89,7 +89,7 @@ class Run:
         self.precision, self.device = computed_in(setting), setting.evaluation.model.device
         self.between: dict[int, Comparison] = {}
         self.started = time.monotonic()
-        self.earlier = earlier_legs(self.out / RUN)
+        self.earlier = earlier_legs(self.out / RUN, setting.plan.digest())
         self.native: NativeLoss | None = None
 
     def go(self) -> Finetuned:
@@ -310,15 +310,25 @@ def run_finetune(setting: FinetuneSetting, *, watch: Watch | None = None) -> Fin
     return Run(setting, watch or Watch()).go()
 
 
-def earlier_legs(path: Path) -> list[dict[str, object]]:
-    """Return the legs of a run that goes on; none if it has not begun."""
+def earlier_legs(path: Path, data_hash: str) -> list[dict[str, object]]:
+    """Return the legs of a run that goes on; none if it has not begun.
+
+    Raises:
+        TrainingError: the record is damaged, or the rows are not those that the run began with.
+    """
     try:
-        legs = json.loads(path.read_text(encoding="utf-8"))["legs"]
+        record = json.loads(path.read_text(encoding="utf-8"))
+        legs, began_with = record["legs"], record["data"]["hash"]
         _ = [float(leg["seconds"]) for leg in legs]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise TrainingError(f"resume: {path} is not a run's record ({error}); remove it to go on without it") from error
+    if began_with != data_hash:
+        raise TrainingError(
+            f"resume: {path.parent} began on other rows (data hash {began_with}, now {data_hash}): a source, the "
+            "tokenizer or this package has changed since; put it back, or begin a new run"
+        )
     return legs
 
 

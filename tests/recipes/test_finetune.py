@@ -206,6 +206,16 @@ def test_a_run_killed_at_any_step_ends_with_the_same_curve_and_the_same_model(re
     }
 
 
+def test_a_run_does_not_go_on_with_other_data(recipe, texts, tmp_path):
+    source = tmp_path / "texts"
+    shutil.copytree(texts / "train", source)
+    asked = changed(recipe, data={"sources": [{"name": str(source)}]}, train={"steps": 1, "warmup_steps": 0})
+    done = run(asked, tmp_path / "run")
+    (source / "0.txt").write_text("something else altogether; " * 30)
+    with pytest.raises(TrainingError, match=r"began on other rows.*a source.*has changed"):
+        run(read_recipe(done.out / "recipe.yaml"), done.out, resume=True)
+
+
 def test_a_torn_checkpoint_is_passed_over(recipe, tmp_path):
     done = run(changed(recipe, train={"keep": 2}), tmp_path / "run")
     folder = done.out / "checkpoints"

@@ -156,7 +156,7 @@ def test_settings_override_by_path():
         "train.steps=7",
         "eval.passkey.trials=3",
         "data.sources.1.share=0.5",
-        "method={yarn: {beta_fast: 16}}",
+        "method={yarn: {beta_fast: 9}}",
     ):
         override(values, words)
     assert values["train"]["steps"] == 7
