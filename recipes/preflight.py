@@ -153,27 +153,31 @@ def _row_cost(model: PreTrainedModel, row_tokens: int) -> float:
 def _recompute(train: Train) -> float:
     """Return what recomputing activations adds to forward and backward, as a factor of both."""
     checkpointing = train.activation_checkpointing
-    return 1.0 if checkpointing is None else 1 + 1 / (3 * checkpointing.every_n_layers)
+    if checkpointing is None or checkpointing.keep == "products":
+        return 1.0
+    return 1 + 1 / (3 * checkpointing.every_n_layers)
 
 
 def activation_bytes(model: PreTrainedModel, train: Train, itemsize: int) -> int:
     """Return the bytes of activations that one token leaves for the backward pass.
 
-    Of each layer: the inputs of both norms and of attention and feed-forward (4 x width), queries, keys, values and
-    attention's output, three feed-forward vectors and their product; where activations are recomputed, the input of the
-    layer alone, and of one layer at a time the rest.
+    Where they are recomputed: the layer's input, the results of its products if those are kept, and of one layer at a
+    time the rest.
     """
     config = model.config
     width, layers = int(config.hidden_size), int(config.num_hidden_layers)
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    inner = 4 * width + (3 * heads + 2 * kv_heads) * size_of_head(config) + 4 * int(config.intermediate_size)
+    kv_width, q_width = kv_heads * size_of_head(config), heads * size_of_head(config)
+    # What goes through the layer and both norms, q and k before and after rotation, v, attention, gate to product
+    inner = 8 * width + 4 * q_width + 3 * kv_width + 4 * int(config.intermediate_size)
+    products = 2 * width + 2 * q_width + 2 * kv_width + 2 * int(config.intermediate_size)
     checkpointing = train.activation_checkpointing
     if checkpointing is None:
         return itemsize * layers * inner
     recomputed = layers // checkpointing.every_n_layers
-    kept = 0 if checkpointing.offload else recomputed * width
-    return itemsize * ((layers - recomputed) * inner + kept + inner)
+    each = 0 if checkpointing.offload else width + (products if checkpointing.keep == "products" else 0)
+    return itemsize * ((layers - recomputed) * inner + recomputed * each + inner)
 
 
 def memory_of(device: torch.device) -> int:

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +23,7 @@ from recipes.load import RecipeError
 from recipes.loss import loss_without_logits
 from recipes.packing import Plan, pose_positions
 from recipes.ranks import Ranks
+from recipes.recompute import recomputed_activations
 from recipes.tuning import FinetuneRecipe, Pose, Train
 
 CURVE, CHECKPOINTS = "train.jsonl", "checkpoints"
@@ -103,7 +103,6 @@ def arguments(
 ) -> TrainingArguments:
     """Return the Trainer's settings for a recipe."""
     train, on_cpu = recipe.train, device.type == "cpu"
-    known = {field.name for field in fields(TrainingArguments)}
     given: dict[str, Any] = {
         "output_dir": str(out / CHECKPOINTS),
         "max_steps": train.steps,
@@ -137,16 +136,6 @@ def arguments(
         "average_tokens_across_devices": True,
         "ddp_find_unused_parameters": False,
     }
-    checkpointing = train.activation_checkpointing
-    if checkpointing is not None:
-        new = "activation_checkpointing" in known  # the older name is an alias of it
-        name = "activation_checkpointing" if new else "gradient_checkpointing"
-        given[name] = True
-        given[f"{name}_kwargs"] = {
-            "use_reentrant": False,
-            "every_n_layers": checkpointing.every_n_layers,
-            "offload": checkpointing.offload,
-        }
     if ranks.world > 1 and on_cpu:
         given["ddp_backend"] = "gloo"
     if train.parallel.context > 1 or train.parallel.ulysses > 1:
@@ -321,6 +310,7 @@ def train_rows(
     row_tokens = rows.plan.shape.row_tokens
     with ExitStack() as stack:
         stack.enter_context(loss_without_logits(model, rows=train.loss_rows))
+        stack.enter_context(recomputed_activations(model, train.activation_checkpointing))
         curve = _Curve(out / CURVE, train.rows_per_step * row_tokens, writes=ranks.is_first, advance=advance)
         trainer = BriefTrainer(
             model=trained if trained is not None else model,
@@ -337,9 +327,6 @@ def train_rows(
             model.config.use_cache = own_cache
             trainer.accelerator.free_memory()
             cast("nn.Module", model).eval()
-            if train.activation_checkpointing is not None:
-                new = getattr(model, "activation_checkpointing_disable", None)
-                (new or model.gradient_checkpointing_disable)()
 
 
 def last_checkpoint(folder: Path) -> Path | None:

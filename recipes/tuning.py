@@ -101,12 +101,15 @@ class ActivationCheckpointing:
     """Recompute activations in the backward pass instead of keeping them.
 
     Attributes:
+        keep: "nothing" of a layer but its input, at a third more work; or the results of matrix products and attention
+            ("products"), which halves what is kept at next to no work.
         every_n_layers: 1 recomputes all layers, 2 every second one.
         offload: keep what is left on the CPU.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
+    keep: Literal["nothing", "products"] = "nothing"
     every_n_layers: Count = 1
     offload: bool = False
 

@@ -128,6 +128,11 @@ def _check_device(recipe: FinetuneRecipe, device: torch.device) -> None:
     on_cpu, parallel = device.type == "cpu", recipe.train.parallel
     if on_cpu and recipe.train.liger:
         raise RecipeError("train.liger: its kernels need a GPU, and there is none here; leave it out")
+    checkpointing = recipe.train.activation_checkpointing
+    if on_cpu and checkpointing is not None and checkpointing.offload:
+        raise RecipeError(
+            "train.activation_checkpointing.offload: on a CPU activations lie in its memory already; leave it out"
+        )
     if on_cpu and (parallel.context > 1 or parallel.ulysses > 1):
         raise RecipeError(
             "train.parallel: context and ulysses cut rows over GPUs, and there is none here; leave them out"

@@ -4,6 +4,7 @@ python scripts/bench_training.py [--json] [--quick]
 
 smollm2_2k, smollm2_4k   SmolLM2-135M (vocabulary 49,152) on one row of 2,048 or 4,096 tokens
 vocabulary_128k          a random model of 2 layers with a vocabulary of 128,256 on 4,096 tokens
+..._kept                 the same with activation_checkpointing: {keep: products}
 
 Each measurement is a process of its own: the peak is what a step adds to the memory that weights and optimizer take.
 The two take turns, and ratios are of medians. `memory` is the plain peak over ours, `time` the plain time over ours.
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +30,9 @@ sys.path.insert(0, str(ROOT))  # the script is run by path; the packages lie bes
 
 from recipes.environment import commit, machine  # noqa: E402  (after the path is set)
 from recipes.loss import loss_without_logits  # noqa: E402
+from recipes.recompute import recomputed_activations  # noqa: E402
 from recipes.train import collate  # noqa: E402
+from recipes.tuning import ActivationCheckpointing  # noqa: E402
 from rope_ext import load_model  # noqa: E402
 
 WIDE = 128_256
@@ -110,10 +114,11 @@ def measure(case: str, kind: str) -> dict[str, Any]:
             data_collator=collate,
             callbacks=[meter, Losses()],
         )
-        if kind == "ours":
-            with loss_without_logits(model):
-                trainer.train()
-        else:
+        with ExitStack() as stack:
+            if kind != "plain":
+                stack.enter_context(loss_without_logits(model))
+            if kind == "kept":
+                stack.enter_context(recomputed_activations(model, ActivationCheckpointing(keep="products")))
             trainer.train()
     return {"seconds": min(meter.seconds[1:]), "peak": max(meter.peaks[1:]), "losses": losses}
 
@@ -127,16 +132,18 @@ def in_process(case: str, kind: str) -> dict[str, Any]:
 
 
 def compare(case: str, repetitions: int) -> list[dict[str, Any]]:
-    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "plain": []}
+    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "kept": [], "plain": []}
     for _ in range(repetitions):
         for kind, found in runs.items():
             found.append(in_process(case, kind))
-    apart = max(abs(a - b) for a, b in zip(runs["ours"][0]["losses"], runs["plain"][0]["losses"], strict=True))
     rows: list[dict[str, Any]] = []
-    for name, key, unit in (("memory", "peak", "bytes"), ("time", "seconds", "s")):
-        ours, plain = (statistics.median(each[key] for each in runs[kind]) for kind in ("ours", "plain"))
-        row = {"name": f"{case}_{name}", "ratio": plain / ours, "ours": ours, "baseline": plain, "unit": unit}
-        rows.append(row | {"max_abs_difference": apart})
+    plain = runs["plain"]
+    for kind, suffix in (("ours", ""), ("kept", "_kept")):
+        apart = max(abs(a - b) for a, b in zip(runs[kind][0]["losses"], plain[0]["losses"], strict=True))
+        for name, key, unit in (("memory", "peak", "bytes"), ("time", "seconds", "s")):
+            ours, baseline = (statistics.median(each[key] for each in found) for found in (runs[kind], plain))
+            row = {"name": f"{case}{suffix}_{name}", "ratio": baseline / ours, "ours": ours, "baseline": baseline}
+            rows.append(row | {"unit": unit, "max_abs_difference": apart})
     return rows
 
 

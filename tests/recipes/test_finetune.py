@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from evals import rows
 from evals.errors import EvalError
 from recipes.finetune import run_finetune
 from recipes.load import RecipeError, read_recipe
+from recipes.recompute import recomputed_activations
 from recipes.train import TrainingError, last_checkpoint, read_curve
+from recipes.tuning import ActivationCheckpointing
 from recipes.tuning_load import make_finetune
 from recipes.tuning_setting import load_finetune, prepare_finetune
 from rope_ext import ExportError, extend_from_record, load_model
@@ -143,10 +146,36 @@ def test_the_same_steps_however_they_are_accumulated(recipe, tmp_path):
     assert losses(parts.out) == pytest.approx(losses(whole.out), abs=1e-6)
 
 
-def test_checkpointed_activations_change_nothing(recipe, tmp_path):
+@pytest.mark.parametrize("asked", [{}, {"every_n_layers": 2}, {"keep": "products"}], ids=str)
+def test_recomputed_activations_change_nothing(recipe, tmp_path, asked):
     plain = run(recipe, tmp_path / "plain")
-    again = run(changed(recipe, train={"activation_checkpointing": {"every_n_layers": 2}}), tmp_path / "checkpointed")
+    again = run(changed(recipe, train={"activation_checkpointing": asked}), tmp_path / "recomputed")
     assert losses(again.out) == pytest.approx(losses(plain.out), abs=1e-6)
+    layers = again.setting.evaluation.model.model.layers
+    assert not any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
+
+
+@pytest.mark.parametrize(("keep", "times"), [("nothing", 2), ("products", 1)])
+def test_products_are_kept_or_made_again(keep, times):
+    model = random_llama()
+    counts = {}
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counts[func] = counts.get(func, 0) + 1
+            return func(*args, **(kwargs or {}))
+
+    def attended(asked):
+        counts.clear()
+        with recomputed_activations(model, asked):
+            model.train()
+            loss = model(input_ids=torch.arange(20)[None], use_cache=False).logits.sum()
+            with Counting():
+                loss.backward()
+        return counts.get(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, 0)
+
+    assert attended(None) == 0
+    assert attended(ActivationCheckpointing(keep=keep)) == (times - 1) * model.config.num_hidden_layers
 
 
 def test_methods_and_seeds_see_the_data_that_they_should(recipe):
@@ -170,6 +199,7 @@ import os, signal, sys, json
 from pathlib import Path
 from recipes import train
 from recipes.finetune import run_finetune
+from recipes.tuning import ActivationCheckpointing
 from recipes.tuning_load import make_finetune
 from recipes.tuning_setting import prepare_finetune
 
@@ -293,6 +323,7 @@ def test_methods_that_follow_the_length_need_rows_of_their_own(recipe, tmp_path)
         ({"train": {"parallel": {"context": 2}}, "data": {"min_tokens": 256}}, "rows cut over 2 processes|need"),
         ({"train": {"adapter": {"targets": ["q_prj"]}}}, "no module 'q_prj'; did you mean 'q_proj'"),
         ({"track": {"report_to": ["trackio"]}}, "needs trackio"),
+        ({"train": {"activation_checkpointing": {"offload": True}}}, "offload: on a CPU"),
         ({"data": {"eos": True, "sources": [{"name": "python-train", "long_tokens": 9, "long_share": 0.5}]}}, "long"),
     ],
 )
@@ -324,6 +355,7 @@ import json, sys
 from pathlib import Path
 from recipes.finetune import run_finetune
 from recipes.ranks import join, leave
+from recipes.tuning import ActivationCheckpointing
 from recipes.tuning_load import make_finetune
 from recipes.tuning_setting import prepare_finetune
 

@@ -237,7 +237,6 @@ def test_the_trainer_gets_what_the_recipe_says(tmp_path):
                 "betas": [0.9, 0.95],
                 "weight_decay": 0.1,
                 "clip": 0.5,
-                "activation_checkpointing": {"every_n_layers": 3},
             },
         }
     )
@@ -372,13 +371,14 @@ def test_recomputed_activations_take_less():
         activation_bytes(model, Train(activation_checkpointing=each), 4)
         for each in (
             None,
-            ActivationCheckpointing(every_n_layers=2),
+            ActivationCheckpointing(keep="products"),
+            ActivationCheckpointing(every_n_layers=3),
             ActivationCheckpointing(),
             ActivationCheckpointing(offload=True),
         )
     ]
     assert sizes == sorted(sizes, reverse=True)
-    assert len(set(sizes)) == 4
+    assert len(set(sizes)) == 5
 
 
 def cli(*words, **keywords):
