@@ -44,6 +44,10 @@ def read_run(folder: Path) -> Run:
         fingerprints, original = set(record["legs"][-1]["fingerprints"]), int(record["original_context"])
         units = json.loads((folder / UNITS).read_text(encoding="utf-8"))
     except (OSError, ValueError, LookupError, TypeError) as error:
+        if (folder / "evals" / "before").is_dir():
+            raise RecipeError(
+                f"contrast: {folder} holds a fine-tune; name its comparisons, {folder}/evals/before and .../evals/after"
+            ) from error
         raise RecipeError(
             f"contrast: {folder} holds no finished run ({error}); name a folder that compare has written, or go on "
             f"with it: rope-ext compare --resume --out {folder}"

@@ -1,5 +1,6 @@
 """A fine-tune from end to end: measure, stretch, train, write the model, measure again on the same tokens."""
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -26,6 +27,7 @@ from recipes.train import (
     CHECKPOINTS,
     CURVE,
     TrainingError,
+    are_whole,
     last_checkpoint,
     read_curve,
     step_of,
@@ -37,6 +39,7 @@ from rope_ext.export import RECORD, save_extended
 from rope_ext.hf import load_config, load_model
 from rope_ext.patch import Patch, active_patch_table, extend
 from rope_ext.plan import label, spell
+from rope_ext.tables import ExtendedRotaryEmbedding
 
 EVALS, BEFORE, AFTER = "evals", "before", "after"
 STEP = "step-{:06d}"
@@ -89,18 +92,23 @@ class Run:
         self.precision, self.device = computed_in(setting), setting.evaluation.model.device
         self.between: dict[int, Comparison] = {}
         self.started = time.monotonic()
-        self.earlier = earlier_legs(self.out / RUN, setting.plan.digest())
+        self.began_with = beginnings(setting)
+        self.earlier = earlier_legs(self.out / RUN, self.began_with)
         self.native: NativeLoss | None = None
 
     def go(self) -> Finetuned:
         """Do what is left to do."""
         setting, recipe, ranks = self.setting, self.recipe, self.setting.ranks
         prove_scored(setting.rows, recipe.train.rows_per_device)
-        self.model = prepared(self.model, self.precision)
+        self.model = prepared(self.model, self.precision, liger=recipe.train.liger)
         self.native = native_loss(setting)
         once(ranks, lambda: self._write_run(done=False))
         before = self.measure(self.model, BEFORE)
-        if recipe.train.steps:
+        if is_written(self.out / MODEL):
+            # An earlier leg has written it: what is measured is that, whatever has become of the checkpoints
+            load_weights(self.model, self.out / MODEL)
+            self._read_back()
+        elif recipe.train.steps:
             self._train()
         once(ranks, lambda: self._write_run(done=False))
         after = self.measure(self.model, AFTER, methods=[spell(setting.method)])
@@ -169,18 +177,15 @@ class Run:
         whole = self.model
         trained: nn.Module | None = None
         if recipe.train.parallel.fsdp > 1 and not finished:
-            # The whole model has been measured, and makes room for its shards
-            cast("nn.Module", self.model).to("cpu")
+            # The whole model has been measured, and makes room for its shards; `_gathered` loads it anew
+            cast("nn.Module", self.model).to("meta")
             whole = sharded_model(setting, self.precision)
         patch = self._extend(whole)
-        table = active_patch_table(whole)
-        assert table is not None
-        prove_alike(table, ranks)
-        prove_borders(whole, setting.rows, is_static=table.is_static)
+        prove_alike(table_of(whole), ranks)
+        rows_at_once = recipe.train.rows_per_device
+        prove_borders(whole, setting.rows, is_static=table_of(whole).is_static, rows_at_once=rows_at_once)
         if recipe.train.adapter is not None:
             trained = adapted(whole, recipe.train.adapter, seed=recipe.seed)
-        if recipe.train.liger:
-            use_liger(whole)
         if not (finished and setting.is_sharded):
             with self.watch.training(setting, step_of(last) if last else 0) as advance:
                 train_rows(
@@ -190,6 +195,7 @@ class Run:
                     self.out,
                     trained=trained,
                     ranks=ranks,
+                    begin=lambda: prove_alike(table_of(whole), ranks),
                     measure=lambda step: self._between(whole, step),
                     advance=advance,
                 )
@@ -198,16 +204,20 @@ class Run:
         self._write_model(whole, trained)
         patch.undo()
         self.model = whole
-        for step in recipe.eval.at:  # what an earlier leg has measured
-            if step not in self.between:
-                self.between[step] = self._measured(STEP.format(step))
+        self._read_back()
+
+    def _read_back(self) -> None:
+        """Read what an earlier leg has measured in the midst of training."""
+        for step in self.recipe.eval.at:
+            name = STEP.format(step)
+            if step not in self.between and (self.out / EVALS / name / CELLS).is_file():
+                self.between[step] = self._measured(name)
 
     def _between(self, model: PreTrainedModel, step: int) -> None:
         """Measure in the midst of training, and leave model and random numbers as they were."""
         was_training = model.training
         cast("nn.Module", model).eval()
-        patch = active_patch(model)
-        patch.undo()
+        table_of(model).patch.undo()
         try:
             with torch.random.fork_rng():
                 self.between[step] = self.measure(model, STEP.format(step), methods=[spell(self.setting.method)])
@@ -220,12 +230,9 @@ class Run:
         last = last_checkpoint(self.out / CHECKPOINTS)
         if last is None or step_of(last) != self.recipe.train.steps:
             raise TrainingError(f"train: {self.out / CHECKPOINTS} lacks the checkpoint of the last step; --resume")
-        model = prepared(load_model(self.recipe.model, device=str(self.device))[0], self.precision)
-        found = weights_in(last)
-        missing, unexpected = cast("nn.Module", model).load_state_dict(found, strict=False)
-        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-        if set(missing) - tied or unexpected:
-            raise TrainingError(f"train: {last} does not hold the model's weights ({[*missing, *unexpected][:3]})")
+        loaded, _ = load_model(self.recipe.model, device=str(self.device))
+        model = prepared(loaded, self.precision, liger=self.recipe.train.liger)
+        load_weights(model, last)
         return model, self._extend(model)
 
     def _write_model(self, model: PreTrainedModel, trained: nn.Module | None) -> None:
@@ -234,12 +241,19 @@ class Run:
         adapter = recipe.train.adapter
         if trained is not None:
             once(ranks, lambda: _save(cast("PreTrainedModel", trained), self.out / ADAPTER))
+            if adapter is not None and not adapter.merge:
+                return  # what is measured is the adapter on its base, as it was written
             merged(trained)
         stored = stored_dtype(recipe.model)
         round_to(model, stored)
-        if adapter is None or adapter.merge:
-            form = {"tokenizer": tokenizer, "allow_approximate": recipe.allow_approximate}
-            once(ranks, lambda: _save(model, self.out / MODEL, dtype=stored, **form))
+        broken = [name for name, p in cast("nn.Module", model).named_parameters() if not bool(torch.isfinite(p).all())]
+        if broken:
+            raise TrainingError(
+                f"train: after the last step {len(broken)} weights are not finite in {stored} ({broken[0]}, ...), so "
+                "that no model is written; begin a new run with a lower train.lr"
+            )
+        form = {"tokenizer": tokenizer, "allow_approximate": recipe.allow_approximate}
+        once(ranks, lambda: _save(model, self.out / MODEL, dtype=stored, **form))
 
     def _contrasts(self, before: Comparison, after: Comparison) -> list[Contrast]:
         """Return how the trained model differs from the untrained one, and from the model as it came."""
@@ -282,10 +296,11 @@ class Run:
             "finished": done,
             "original_context": setting.evaluation.geometry.original_context,
             "precision": self.precision,
+            "began_with": self.began_with,
             "data": {
                 "rows": len(plan.rows),
                 "row_tokens": plan.shape.row_tokens,
-                "hash": plan.digest(),
+                "hash": setting.rows.digest(),
                 "padding": round(plan.padding(), 4),
                 "tokens_by_length": plan.lengths(),
                 "sources": [
@@ -310,26 +325,63 @@ def run_finetune(setting: FinetuneSetting, *, watch: Watch | None = None) -> Fin
     return Run(setting, watch or Watch()).go()
 
 
-def earlier_legs(path: Path, data_hash: str) -> list[dict[str, object]]:
+def beginnings(setting: FinetuneSetting) -> dict[str, str]:
+    """Return hashes of all that a run depends on, under the words that say what it is."""
+    recipe, evaluation = setting.recipe, setting.evaluation
+    prompts = sorted(prompt.data_hash for some in evaluation.prompts.values() for prompt in some)
+    measured = (evaluation.corpus.data_hash if evaluation.corpus else "", prompts)
+    with extend(
+        evaluation.model,
+        setting.method,
+        context=recipe.context,
+        base=recipe.base,
+        original_context=recipe.original_context,
+    ) as patch:
+        weights = patch.fingerprint.weights
+    found = {
+        "rows": setting.rows.digest(),
+        "recipe": repr(recipe),
+        "evaluation texts": repr(measured),
+        "model": weights,
+    }
+    return {what: hashlib.sha256(value.encode()).hexdigest()[:16] for what, value in found.items()}
+
+
+def earlier_legs(path: Path, began_with: dict[str, str]) -> list[dict[str, object]]:
     """Return the legs of a run that goes on; none if it has not begun.
 
     Raises:
-        TrainingError: the record is damaged, or the rows are not those that the run began with.
+        TrainingError: the record is damaged, or something is not what the run began with.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        legs, began_with = record["legs"], record["data"]["hash"]
+        legs, then = record["legs"], dict(record["began_with"])
         _ = [float(leg["seconds"]) for leg in legs]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise TrainingError(f"resume: {path} is not a run's record ({error}); remove it to go on without it") from error
-    if began_with != data_hash:
+    other = [what for what, value in began_with.items() if then.get(what) != value]
+    if other:
         raise TrainingError(
-            f"resume: {path.parent} began on other rows (data hash {began_with}, now {data_hash}): a source, the "
-            "tokenizer or this package has changed since; put it back, or begin a new run"
+            f"resume: {path.parent} began with another {', another '.join(other)}: what is there would be mixed with "
+            "something else; put it back as it was, or begin a new run"
         )
     return legs
+
+
+def is_written(folder: Path) -> bool:
+    """Return whether an export is there.
+
+    Raises:
+        TrainingError: parts of it are missing or torn.
+    """
+    if not folder.exists():
+        return False
+    needed = ("adapter_config.json" if folder.name == ADAPTER else "config.json", RECORD)
+    if not all((folder / name).is_file() for name in needed) or not are_whole(folder):
+        raise TrainingError(f"resume: {folder} is damaged; remove it, and --resume writes it again")
+    return True
 
 
 def _by_measure(samples: Sequence[Sample], fingerprint: str) -> dict[tuple[str, str, int], list[Sample]]:
@@ -340,18 +392,24 @@ def _by_measure(samples: Sequence[Sample], fingerprint: str) -> dict[tuple[str, 
     return found
 
 
-def active_patch(model: PreTrainedModel) -> Patch:
-    """Return the patch in effect."""
+def table_of(model: PreTrainedModel) -> ExtendedRotaryEmbedding:
+    """Return the rotary module of the patch in effect."""
     table = active_patch_table(model)
     assert table is not None
-    return table.patch
+    return table
 
 
-def prepared(model: PreTrainedModel, precision: str) -> PreTrainedModel:
-    """Return the model with weights as they are trained: fp32, but for pure-bf16."""
-    return cast(
-        "PreTrainedModel", cast("nn.Module", model).to(torch.bfloat16 if precision == "pure-bf16" else torch.float32)
-    )
+def prepared(model: PreTrainedModel, precision: str, *, liger: bool = False) -> PreTrainedModel:
+    """Return the model as it is trained: weights in fp32 but for pure-bf16, with Liger's kernels if they are asked for.
+
+    Weights alone: frequencies are buffers, and stay as they are.
+    """
+    dtype = torch.bfloat16 if precision == "pure-bf16" else torch.float32
+    for parameter in cast("nn.Module", model).parameters():
+        parameter.data = parameter.data.to(dtype)
+    if liger:
+        use_liger(model)
+    return model
 
 
 @contextmanager
@@ -370,6 +428,18 @@ def stored_dtype(name: str) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Put a checkpoint's weights into a model.
+
+    Raises:
+        TrainingError: they are not those of this model.
+    """
+    missing, unexpected = cast("nn.Module", model).load_state_dict(weights_in(folder), strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    if set(missing) - tied or unexpected:
+        raise TrainingError(f"train: {folder} does not hold the model's weights ({[*missing, *unexpected][:3]})")
+
+
 @torch.no_grad()
 def round_to(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Round the weights to what will be stored, so that what is measured afterwards is what was written."""
@@ -380,7 +450,7 @@ def round_to(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def _save(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype | None = None, **form: Any) -> None:
     """Write an export if it is not there yet, in the dtype that it is stored in."""
-    if (folder / RECORD).is_file():
+    if is_written(folder):
         return
     own = model.dtype
     if dtype is not None:

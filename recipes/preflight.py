@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from recipes.all_work import total_cost
+from recipes.packing import Plan
 from recipes.setting import forward_cost
 from recipes.train import accumulation
 from recipes.tuning import Train
@@ -15,8 +16,7 @@ from recipes.tuning_setting import FinetuneSetting, computed_in
 from rope_ext.hf import size_of_head
 from rope_ext.inspection import in_bytes
 
-ADAM_BYTES = 8
-"""Of a trained number: two moments in fp32 (in bf16 weights of their own dtype)."""
+HELD = ("weights", "gradients", "optimizer", "activations", "masks", "logits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,9 @@ class Preflight:
 
     Attributes:
         trained, parameters: numbers that are trained, of all.
-        weights, gradients, optimizer, activations, logits: bytes that a step holds at once.
+        weights, gradients, optimizer, activations, masks, logits: bytes that a step holds at once; masks are those of
+            rows with several documents.
+        evaluation: bytes that measuring holds: the whole model, and its memory budget.
         memory: that the device has.
         step_operations, operations: of a step, and of all steps and evaluations, over all processes.
         peak: operations a second that a matrix product reached here, now.
@@ -38,7 +40,9 @@ class Preflight:
     gradients: int
     optimizer: int
     activations: int
+    masks: int
     logits: int
+    evaluation: int
     memory: int
     rows: int
     row_tokens: int
@@ -55,12 +59,12 @@ class Preflight:
     @property
     def total_bytes(self) -> int:
         """What a step holds at once."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return sum(getattr(self, name) for name in HELD)
 
     @property
     def fits(self) -> bool:
-        """Whether that is less than the device has."""
-        return self.total_bytes < self.memory
+        """Whether that, and what measuring holds, is less than the device has."""
+        return max(self.total_bytes, self.evaluation) < self.memory
 
     def as_dict(self) -> dict[str, object]:
         """Return the same for JSON."""
@@ -68,8 +72,9 @@ class Preflight:
 
     def lines(self) -> list[str]:
         """Return the same for a person."""
-        parts = {name: getattr(self, name) for name in ("weights", "gradients", "optimizer", "activations", "logits")}
+        parts = {name: getattr(self, name) for name in HELD if getattr(self, name)}
         said = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
+        held = f"{in_bytes(self.total_bytes)} ({said}), of measuring {in_bytes(self.evaluation)}"
         verdict = "fits into" if self.fits else "DOES NOT FIT into"
         share = self.trained / self.parameters
         lengths = ", ".join(f"{tokens:,} in pieces of up to {n:,}" for n, tokens in self.tokens_by_length.items())
@@ -82,7 +87,7 @@ class Preflight:
             f"tokens: {lengths}",
             f"times that a source is passed: {passes}",
             f"trained: {self.trained:,} of {self.parameters:,} numbers ({100 * share:.3g} %)",
-            f"memory of a step: about {in_bytes(self.total_bytes)} ({said}); it {verdict} {in_bytes(self.memory)}",
+            f"memory of a step: about {held}; it {verdict} {in_bytes(self.memory)}",
             f"{work}; at least {speed}",
         ]
 
@@ -90,25 +95,32 @@ class Preflight:
 def preflight(setting: FinetuneSetting) -> Preflight:
     """Return what a fine-tune would take."""
     recipe, model, train = setting.recipe, setting.evaluation.model, setting.recipe.train
-    shards = max(train.parallel.fsdp, train.parallel.context, train.parallel.ulysses)
+    parallel, world = train.parallel, setting.ranks.world
     row_tokens = setting.plan.shape.row_tokens
     parameters = sum(p.numel() for p in model.parameters())
     trained = _num_trained(model, train, parameters)
     precision = computed_in(setting)
     itemsize = 2 if precision == "pure-bf16" else 4
-    tokens = train.rows_per_device * row_tokens // max(train.parallel.context, train.parallel.ulysses)
-    per_step = 3 * train.rows_per_step * _row_cost(model, row_tokens) * _recompute(train)
+    tokens = train.rows_per_device * row_tokens // max(parallel.context, parallel.ulysses)
+    # Forward, gradients of activations, gradients of what is trained
+    per_step = (2 + trained / parameters + _recompute(train)) * train.rows_per_step * _row_cost(model, row_tokens)
     evaluated = total_cost(setting.evaluation).operations / len(setting.evaluation.methods)
-    operations = per_step * train.steps + evaluated * (3 + len(recipe.eval.at))
+    operations = per_step * train.steps + evaluated * (len(setting.evaluation.methods) + 1 + len(recipe.eval.at))
     peak = matmul_peak(model.device, torch.float32 if precision == "fp32" else torch.bfloat16)
+    # On the device: what is offloaded is not
+    shards = parallel.fsdp if parallel.context == parallel.ulysses == 1 else world
+    here = 0.0 if parallel.cpu_offload else 1.0 / shards
+    copies = 2 * parameters if precision == "bf16" else 0
     return Preflight(
         parameters=parameters,
         trained=trained,
-        weights=parameters * itemsize // shards,
-        gradients=trained * itemsize // shards,
-        optimizer=trained * ADAM_BYTES // shards,
-        activations=tokens * activation_bytes(model, train, 4 if precision == "fp32" else 2),
-        logits=2 * min(train.loss_rows, tokens) * int(model.config.vocab_size) * 4,
+        weights=int(parameters * itemsize * here + copies / shards),
+        gradients=int(trained * itemsize * here),
+        optimizer=int(2 * trained * itemsize * here),
+        activations=activation_bytes(model, train, tokens, precision),
+        masks=mask_bytes(model, train, row_tokens, precision) if is_packed(setting.plan) else 0,
+        logits=logits_bytes(model, train, tokens),
+        evaluation=parameters * itemsize + setting.evaluation.recipe.memory_budget,
         memory=memory_of(model.device),
         rows=len(setting.plan.rows),
         row_tokens=row_tokens,
@@ -151,33 +163,56 @@ def _row_cost(model: PreTrainedModel, row_tokens: int) -> float:
 
 
 def _recompute(train: Train) -> float:
-    """Return what recomputing activations adds to forward and backward, as a factor of both."""
+    """Return how much of a forward is computed again in the backward pass."""
     checkpointing = train.activation_checkpointing
-    if checkpointing is None or checkpointing.keep == "products":
-        return 1.0
-    return 1 + 1 / (3 * checkpointing.every_n_layers)
+    return 0.0 if checkpointing is None or checkpointing.keep == "products" else 1 / checkpointing.every_n_layers
 
 
-def activation_bytes(model: PreTrainedModel, train: Train, itemsize: int) -> int:
-    """Return the bytes of activations that one token leaves for the backward pass.
+def activation_bytes(model: PreTrainedModel, train: Train, tokens: int, precision: str) -> int:
+    """Return the bytes of activations that are held for the backward pass, for so many tokens at once.
 
-    Where they are recomputed: the layer's input, the results of its products if those are kept, and of one layer at a
-    time the rest.
+    A layer keeps, in widths: the residual stream, what a norm makes and its product with the weight (twice); queries,
+    keys, values, attention's output and its copy; gate, its activation, the other half, their product. Where they are
+    recomputed: the layer's input, the results of its products if those are kept, and of one layer at a time the rest.
     """
     config = model.config
-    width, layers = int(config.hidden_size), int(config.num_hidden_layers)
+    width, layers, wide = int(config.hidden_size), int(config.num_hidden_layers), int(config.intermediate_size)
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    kv_width, q_width = kv_heads * size_of_head(config), heads * size_of_head(config)
-    # What goes through the layer and both norms, q and k before and after rotation, v, attention, gate to product
-    inner = 8 * width + 4 * q_width + 3 * kv_width + 4 * int(config.intermediate_size)
-    products = 2 * width + 2 * q_width + 2 * kv_width + 2 * int(config.intermediate_size)
+    q_width, kv_width = heads * size_of_head(config), kv_heads * size_of_head(config)
+    narrow, stream = (4, 4) if precision == "fp32" else (2, 2) if precision == "pure-bf16" else (2, 4)
+    inner = stream * 6 * width + narrow * (4 * q_width + 3 * kv_width + 4 * wide)
+    products = narrow * (2 * width + 2 * q_width + 2 * kv_width + 2 * wide)
     checkpointing = train.activation_checkpointing
     if checkpointing is None:
-        return itemsize * layers * inner
+        return tokens * (layers * inner + inner)
     recomputed = layers // checkpointing.every_n_layers
-    each = 0 if checkpointing.offload else width + (products if checkpointing.keep == "products" else 0)
-    return itemsize * ((layers - recomputed) * inner + recomputed * each + inner)
+    each = (0 if checkpointing.offload else stream * width) + (products if checkpointing.keep == "products" else 0)
+    return tokens * ((layers - recomputed) * inner + recomputed * each + inner)
+
+
+def is_packed(plan: Plan) -> bool:
+    """Return whether any row holds several documents, or padding: transformers then makes a mask of row by row."""
+    return any(len(row) > 1 or sum(p.size for p in row) < plan.shape.row_tokens for row in plan.rows)
+
+
+def mask_bytes(model: PreTrainedModel, train: Train, row_tokens: int, precision: str) -> int:
+    """Return the bytes of the attention masks of one forward over packed rows: one of booleans, and a bias a layer.
+
+    The bias is kept in every layer that is not recomputed; making the mask takes three bytes an entry for a moment.
+    """
+    checkpointing, layers = train.activation_checkpointing, int(model.config.num_hidden_layers)
+    kept = layers
+    if checkpointing is not None and checkpointing.keep == "nothing":
+        kept = layers - layers // checkpointing.every_n_layers + 1
+    entries = train.rows_per_device * row_tokens**2
+    return entries * max(3, 1 + kept * (4 if precision == "fp32" else 2))
+
+
+def logits_bytes(model: PreTrainedModel, train: Train, tokens: int) -> int:
+    """Return the bytes of the loss: logits and their logarithms for some rows, and the head's gradient in fp32."""
+    vocabulary, width = int(model.config.vocab_size), int(model.config.hidden_size)
+    return 4 * (2 * min(train.loss_rows, tokens) * vocabulary + vocabulary * width + tokens * width)
 
 
 def memory_of(device: torch.device) -> int:

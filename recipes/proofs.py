@@ -80,8 +80,11 @@ def prove_alike(table: ExtendedRotaryEmbedding, ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def prove_borders(model: PreTrainedModel, rows: Rows, *, is_static: bool) -> None:
+def prove_borders(model: PreTrainedModel, rows: Rows, *, is_static: bool, rows_at_once: int = 1) -> None:
     """Prove on a few tokens that documents of a row do not see each other, or that PoSE's chunks do.
+
+    Args:
+        rows_at_once: of one forward in training: some kernels find borders in a single row alone.
 
     Raises:
         TrainingError: the attention in use reads positions or the mask otherwise.
@@ -93,13 +96,13 @@ def prove_borders(model: PreTrainedModel, rows: Rows, *, is_static: bool) -> Non
     one_run = torch.arange(half, device=device)
 
     def behind(before: Tensor, positions: Tensor, **mask: Tensor) -> Tensor:
-        ids = torch.cat((before, second))[None]
+        ids, places = (row.expand(rows_at_once, -1) for row in (torch.cat((before, second)), positions))
         # Through the whole model: what is sharded counts on its parts being called in turn
-        return model(input_ids=ids, position_ids=positions[None], use_cache=False, **mask).logits[0, half:]
+        return model(input_ids=ids, position_ids=places, use_cache=False, **mask).logits[:, half:]
 
     if rows.pose is not None:
         skipped = torch.cat((one_run, one_run + max(half, rows.context - half)))
-        ones = {"attention_mask": torch.ones(1, 2 * half, dtype=torch.long, device=device)}
+        ones = {"attention_mask": torch.ones(rows_at_once, 2 * half, dtype=torch.long, device=device)}
         if torch.equal(behind(first, skipped, **ones), behind(other, skipped, **ones)):
             raise TrainingError(
                 f"train: under {model.config._attn_implementation!r} attention the chunks of a row with skipped "  # noqa: SLF001

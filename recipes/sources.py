@@ -19,7 +19,6 @@ from evals import corpora, hub
 from evals.corpora import Document
 from recipes import data
 from recipes.load import RecipeError
-from recipes.ranks import ALONE, Ranks, once
 from recipes.tuning import Source
 
 TRAIN = "python-train"
@@ -51,10 +50,8 @@ class Tokenised(NamedTuple):
         return np.asarray(self.table[number]["ids"], dtype=np.int64)
 
 
-def open_source(
-    source: Source, tokenizer: PreTrainedTokenizerBase, *, text_tokens: int, ranks: Ranks = ALONE
-) -> Tokenised:
-    """Return a source's documents as ids; of several processes the first tokenises, and all read what it wrote.
+def open_source(source: Source, tokenizer: PreTrainedTokenizerBase, *, text_tokens: int) -> Tokenised:
+    """Return a source's documents as ids, tokenised now if they were not before.
 
     Args:
         text_tokens: what fills a training row, BOS and EOS aside: as long is a text with hidden numbers.
@@ -63,7 +60,7 @@ def open_source(
         RecipeError: the source is unknown, or a stream without an end.
         EvalError: it cannot be read.
     """
-    path = once(ranks, lambda: _written(source, tokenizer, text_tokens))
+    path = write_source(source, tokenizer, text_tokens=text_tokens)
     from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
 
     table = Dataset.from_file(str(path)).with_format("numpy")
@@ -73,8 +70,8 @@ def open_source(
     return Tokenised(name, lengths, meta["data_hash"], table)
 
 
-def _written(source: Source, tokenizer: PreTrainedTokenizerBase, text_tokens: int) -> Path:
-    """Return the file of a source's ids, made now if it is not there."""
+def write_source(source: Source, tokenizer: PreTrainedTokenizerBase, *, text_tokens: int) -> Path:
+    """Return the file of a source's ids, made now if it is not there: see `open_source`."""
     documents, told = _documents(source)
     recall = {"tokens": text_tokens, "line": LINE, "names": NAMES, "each": TOKENS_PER_NUMBER} if source.recall else None
     everything = {"layout": LAYOUT, "texts": told, "tokenizer": _fingerprint(tokenizer), "recall": recall}

@@ -4,8 +4,10 @@ The optimizer step does not depend on how it is divided: rows come in planned or
 scored tokens of all its rows, whatever is accumulated and however many processes share it.
 """
 
+import hashlib
 import json
 import math
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset, SequentialSampler
@@ -22,13 +25,13 @@ from evals.rows import write_whole
 from recipes.load import RecipeError
 from recipes.loss import loss_without_logits
 from recipes.packing import Plan, pose_positions
-from recipes.ranks import Ranks
+from recipes.ranks import Ranks, ToldElsewhereError
 from recipes.recompute import recomputed_activations
 from recipes.tuning import FinetuneRecipe, Pose, Train
 
 CURVE, CHECKPOINTS = "train.jsonl", "checkpoints"
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine_with_min_lr"}
-STATE, SCHEDULER, SHARDS = "trainer_state.json", "scheduler.pt", "optimizer_shards"
+STATE, SCHEDULER, OPTIMIZER, SHARDS = "trainer_state.json", "scheduler.pt", "optimizer.pt", "optimizer_shards"
 
 
 class TrainingError(RecipeError):
@@ -47,6 +50,12 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def __len__(self) -> int:
         return len(self.plan.rows)
+
+    def digest(self) -> str:
+        """Return 16 hex digits of a SHA-256: equal where the same is trained on at the same positions, in one order."""
+        if self.pose is None:
+            return self.plan.digest()
+        return hashlib.sha256(repr((self.plan.digest(), self.pose, self.context, self.seed)).encode()).hexdigest()[:16]
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         row = self.plan.row(number)
@@ -258,9 +267,11 @@ class _Curve(TrainerCallback):
         }
         bad = [key for key in ("loss", "grad_norm") if not math.isfinite(line.get(key, 0.0))]
         if bad:
+            if not self.writes:
+                raise ToldElsewhereError
             raise TrainingError(
-                f"train: {bad[0]} is {line[bad[0]]} at step {state.global_step}; lower train.lr, lengthen "
-                "train.warmup_steps or clip, and go on from the last checkpoint with --resume"
+                f"train: {bad[0]} is {line[bad[0]]} at step {state.global_step}; begin a new run with a lower train.lr "
+                "or a longer train.warmup_steps: a checkpoint may hold the step that broke it"
             )
         if self.writes:
             with self.path.open("a", encoding="utf-8") as file:
@@ -269,10 +280,13 @@ class _Curve(TrainerCallback):
 
 
 class _Between(TrainerCallback):
-    """Measures after some of the steps."""
+    """Proves what is left to prove once the model is wrapped, and measures after some of the steps."""
 
-    def __init__(self, steps: tuple[int, ...], measure: Callable[[int], None]) -> None:
-        self.steps, self.measure = steps, measure
+    def __init__(self, steps: tuple[int, ...], begin: Callable[[], None], measure: Callable[[int], None]) -> None:
+        self.steps, self.begin, self.measure = steps, begin, measure
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
+        self.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         if state.global_step in self.steps:
@@ -287,6 +301,7 @@ def train_rows(
     *,
     trained: nn.Module | None = None,
     ranks: Ranks,
+    begin: Callable[[], None],
     measure: Callable[[int], None],
     advance: Callable[[dict[str, Any]], None] = lambda _line: None,
 ) -> None:
@@ -294,11 +309,12 @@ def train_rows(
 
     Args:
         trained: what wraps the model to be trained, if it has an adapter.
+        begin: called when the model has been wrapped and nothing trained yet.
         measure: called with a step of `eval.at` when it is done.
         advance: called with every line of the curve.
 
     Raises:
-        TrainingError: the loss or the gradient's norm is not finite.
+        TrainingError: the loss or the gradient's norm is not finite, or torch has failed, as out of memory.
     """
     train = recipe.train
     device = model.device
@@ -317,12 +333,22 @@ def train_rows(
             args=settings,
             train_dataset=rows,
             data_collator=collate,
-            callbacks=[_Between(recipe.eval.at, measure), curve],
+            callbacks=[_Between(recipe.eval.at, begin, measure), curve],
         )
         for noisy in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(noisy)
         try:
             trainer.train(resume_from_checkpoint=str(last) if last else None)
+        except (RuntimeError, MemoryError, SafetensorError) as error:  # out of memory is a RuntimeError in torch
+            reason = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+            if any(word in reason for word in ("gloo", "NCCL", "Connection closed")):
+                raise TrainingError(
+                    f"train: another process has failed, and says why ({reason[:80]}); go on with --resume"
+                ) from error
+            raise TrainingError(
+                f"train: {reason}; --resume goes on from the last checkpoint (if memory ran out: a recipe with less of "
+                "train.rows_per_device, or with activation_checkpointing, takes the same steps)"
+            ) from error
         finally:
             model.config.use_cache = own_cache
             trainer.accelerator.free_memory()
@@ -330,16 +356,34 @@ def train_rows(
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the last whole checkpoint in a folder: its state is what is written last. A torn one is passed over."""
+    """Return the last whole checkpoint in a folder: its state is what is written last. A torn one is passed over.
+
+    One without weights, optimizer, schedule or random numbers is no checkpoint: training from it would be another.
+    """
     whole: list[Path] = []
     for path in folder.glob("checkpoint-*"):
         try:
             done = json.loads((path / STATE).read_text(encoding="utf-8"))["global_step"]
         except (OSError, ValueError, LookupError, TypeError):
             continue
-        if path.name == f"checkpoint-{done}":
+        optimizer = (path / OPTIMIZER).is_file() and zipfile.is_zipfile(path / OPTIMIZER)
+        optimizer = optimizer or any(child.is_dir() for child in path.iterdir())  # shards of it
+        rest = (path / SCHEDULER).is_file() and any(path.glob("rng_state*"))
+        if path.name == f"checkpoint-{done}" and optimizer and rest and are_whole(path):
             whole.append(path)
     return max(whole, key=step_of, default=None)
+
+
+def are_whole(folder: Path) -> bool:
+    """Return whether a folder holds weights, and none of their files is cut short."""
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        for file in files:
+            with safe_open(file, framework="pt"):
+                pass
+    except (OSError, SafetensorError):
+        return False
+    return bool(files)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -355,9 +399,11 @@ def read_curve(path: Path) -> list[dict[str, float]]:
 def _lines(path: Path) -> Iterator[dict[str, float]]:
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with suppress(ValueError):
-            yield json.loads(line)
+            line = json.loads(text)
+            if isinstance(line, dict) and {"step", "loss"} <= line.keys():
+                yield line
 
 
 def _shorten(path: Path, step: int) -> None:

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 from recipes.schema import PasskeyTask, PerplexityTask
 
 _STRICT = ConfigDict(extra="forbid")
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**40)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -142,10 +142,12 @@ class Train:
         rows_per_step: rows in one optimizer step over all processes, whatever their number.
         rows_per_device: rows in one forward; what is left of a step is accumulated.
         lr: the peak learning rate.
-        schedule: what follows the linear warm-up of `warmup_steps`: "cosine" ends at `min_lr_fraction` of the peak.
+        schedule: what follows the linear warm-up of `warmup_steps`, whose first step has rate 0 (as transformers has
+            it): "cosine" ends at `min_lr_fraction` of the peak.
         clip: the largest gradient norm; 0 clips nothing.
-        precision: "fp32"; "bf16" computes in bf16 on fp32 weights; "pure-bf16" keeps the weights in bf16 too. "auto"
-            is bf16 on a GPU and fp32 on a CPU.
+        precision: "fp32"; "bf16" computes in bf16 on fp32 weights; "pure-bf16" keeps the weights in bf16 too, which
+            loses every change of less than a 256th of a weight: at 2e-5 most of them. "auto" is bf16 on a GPU and fp32
+            on a CPU.
         loss_rows: rows of logits that the loss holds at a time.
         liger: use Liger's norms and feed-forward kernels; needs the package and a GPU.
         save_every: steps between checkpoints; 0 writes one at the end alone.
@@ -162,9 +164,9 @@ class Train:
     min_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip: Annotated[float, Field(ge=0)] = 1.0
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+    clip: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     precision: Literal["auto", "fp32", "bf16", "pure-bf16"] = "auto"
     adapter: Adapter | None = None
     activation_checkpointing: ActivationCheckpointing | None = None

@@ -36,6 +36,8 @@ def _check(recipe: FinetuneRecipe, where: str) -> None:
     for words in (*_of_training(recipe), *_of_data(recipe), *_of_processes(recipe)):
         raise RecipeError(f"{where}: {words}")
     refuse_repeated("eval.at", recipe.eval.at, where)
+    refuse_repeated("eval.lengths", recipe.eval.lengths, where)
+    refuse_repeated("track.report_to", recipe.track.report_to, where)
     refuse_repeated("data.sources", tuple(spelled_source(source) for source in recipe.data.sources), where)
     check_tasks(recipe.eval.perplexity, recipe.eval.passkey, f"{where}: eval")
 
@@ -51,6 +53,10 @@ def spelled_source(source: Source) -> str:
     return source.name + (" with recall" if source.recall else "")
 
 
+MOST_ROWS = 5_000_000
+"""Rows of one run; ten thousand steps of 512 are as many."""
+
+
 def _of_training(recipe: FinetuneRecipe) -> Iterator[str]:
     train = recipe.train
     if train.rows_per_step % train.rows_per_device:
@@ -58,10 +64,15 @@ def _of_training(recipe: FinetuneRecipe) -> Iterator[str]:
             f"train.rows_per_step: {train.rows_per_step} rows are not whole forwards of train.rows_per_device: "
             f"{train.rows_per_device}; give a multiple"
         )
-    if 0 < train.steps < train.warmup_steps:
+    if 0 < train.steps <= train.warmup_steps:
         yield (
-            f"train.warmup_steps: {train.warmup_steps} are more than train.steps: {train.steps}, so that the rate "
+            f"train.warmup_steps: {train.warmup_steps} leave nothing of train.steps: {train.steps}, so that the rate "
             "never reaches its peak; give fewer"
+        )
+    if train.steps * train.rows_per_step > MOST_ROWS:
+        yield (
+            f"train.steps: {train.steps} of {train.rows_per_step} rows are more than the {MOST_ROWS:,} rows that are "
+            "planned at once; give fewer"
         )
     if train.min_lr_fraction and train.schedule != "cosine":
         yield "train.min_lr_fraction: it says nothing without schedule: cosine; leave it out"
@@ -82,6 +93,8 @@ def _of_data(recipe: FinetuneRecipe) -> Iterator[str]:
             f"data: a row of {row} tokens is longer than the context of {recipe.context}, so that positions would be "
             "trained that are not asked for; give at most that"
         )
+    if data.pose and row == recipe.context:
+        yield f"data.pose.window: {row} is the context, so that no position is skipped; give less, or leave pose out"
     if data.pose and data.pose.chunks > row:
         yield f"data.pose.chunks: {data.pose.chunks} do not fit into a window of {row}; give fewer"
     if data.min_tokens > row:
@@ -93,8 +106,8 @@ def _of_data(recipe: FinetuneRecipe) -> Iterator[str]:
 
 def _of_processes(recipe: FinetuneRecipe) -> Iterator[str]:
     parallel, row = recipe.train.parallel, row_tokens_of(recipe)
-    if recipe.train.adapter is not None and parallel.fsdp > 1:
-        yield "train.adapter: with parallel.fsdp it is not supported; leave one of them out"
+    if recipe.train.adapter is not None and _is_sharded(parallel):
+        yield "train.adapter: with parallel.fsdp, context or ulysses it is not supported; leave one of them out"
     if recipe.eval.at and _is_sharded(parallel):
         yield (
             "eval.at: a model in pieces on several processes (train.parallel) is measured before and after training "
@@ -153,12 +166,12 @@ def override(values: dict[str, object], words: str) -> None:
         RecipeError: no such path, or no value.
     """
     path, equals, text = words.partition("=")
-    if not equals or not path:
+    if not equals or not all(path.split(".")):
         raise RecipeError(f"set: {words!r} is no setting; write path.to.key=value, as train.steps=200")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"set: {words!r}: the value is not YAML ({getattr(error, 'problem', error)})") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an impossible date or nesting
+        raise RecipeError(f"set: {words[:80]!r}: the value is not YAML ({getattr(error, 'problem', error)})") from error
     *parents, last = path.split(".")
     node: Any = values
     for part in parents:

@@ -67,6 +67,8 @@ def report_lines(done: Finetuned) -> list[str]:
             f"at {contrast.length} tokens, {where}: {difference_in_words(contrast)} {unit} against {contrast.against}, "
             f"n = {contrast.n}"
         )
+    if done.setting.recipe.allow_approximate:
+        lines.append("written in the nearest form that stock code has: its numbers there are others than these")
     for folder, words in ((MODEL, "model, for stock transformers"), (ADAPTER, "adapter, with its record of positions")):
         if (done.out / folder).is_dir():
             lines.append(f"{words}: {done.out / folder}")

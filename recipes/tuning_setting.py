@@ -5,16 +5,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 
 from evals.corpora import bos_id
 from recipes import data
 from recipes.load import RecipeError, read_recipe
+from recipes.lora import check_adapter
 from recipes.packing import Plan, Shape, plan_rows, pools_of
 from recipes.ranks import ALONE, Ranks, everywhere, once
 from recipes.schema import CompareRecipe
 from recipes.setting import MODELS, RECIPE, Setting, absolute, load_setting, open_folder
-from recipes.sources import TRAIN, Tokenised, open_source
+from recipes.sources import TRAIN, Tokenised, open_source, write_source
 from recipes.train import Rows, accumulation, precision_of
 from recipes.tuning import FinetuneRecipe
 from recipes.tuning_load import make_finetune, row_tokens_of
@@ -24,6 +26,8 @@ from rope_ext.plan import STATIC, Method
 
 NEEDED = ("accelerate", "datasets")
 PIP = "pip install 'rope-ext[train]'"
+TELLING = 512
+"""As many tokens tell documents apart, whatever licence they begin with."""
 ADAPTER, MODEL = "adapter", "model"
 """The folders of what training has made, within the run's."""
 
@@ -67,7 +71,7 @@ def prepare_finetune(
     Raises:
         RopeExtError, EvalError: any bad input; nothing was written then but the cache of tokens.
     """
-    setting = everywhere(ranks, lambda: load_finetune(recipe, ranks=ranks))
+    setting = load_finetune(recipe, ranks=ranks)
     name = f"finetune-{Path(recipe.model).name.lower()}-{setting.method.name}"
     return replace(setting, out=once(ranks, lambda: open_folder(out, name, setting.recipe, resume=resume)))
 
@@ -75,9 +79,29 @@ def prepare_finetune(
 def load_finetune(recipe: FinetuneRecipe, *, ranks: Ranks = ALONE) -> FinetuneSetting:
     """Load and check everything, and write nothing but the cache of tokens; the folder of the result is none yet.
 
+    Of several processes all load, then the first tokenises, then all read what it wrote.
+
     Raises:
         RopeExtError, EvalError: any bad input.
     """
+    recipe, evaluation = everywhere(ranks, lambda: _loaded(recipe, ranks))
+    shape = _shape(recipe, evaluation)
+    text_tokens = shape.row_tokens - shape.bookends
+    once(ranks, lambda: [write_source(s, evaluation.tokenizer, text_tokens=text_tokens) for s in recipe.data.sources])
+    rows, sources = everywhere(ranks, lambda: _plan(recipe, evaluation, shape))
+    return FinetuneSetting(
+        recipe=recipe,
+        out=Path(),
+        evaluation=replace(evaluation, ranks=ranks),
+        method=evaluation.methods[-1],
+        rows=rows,
+        sources=sources,
+        ranks=ranks,
+    )
+
+
+def _loaded(recipe: FinetuneRecipe, ranks: Ranks) -> tuple[FinetuneRecipe, Setting]:
+    """Return the resolved recipe and the comparison around the training, everything but the rows checked."""
     missing = [name for name in (*NEEDED, *(["peft"] if recipe.train.adapter else [])) if not _installed(name)]
     missing += ["liger_kernel"] if recipe.train.liger and not _installed("liger_kernel") else []
     missing += [name for name in recipe.track.report_to if not _installed(name)]
@@ -86,20 +110,12 @@ def load_finetune(recipe: FinetuneRecipe, *, ranks: Ranks = ALONE) -> FinetuneSe
     accumulation(recipe.train, ranks.world)
     asked = comparison_of(recipe)
     evaluation = load_setting(asked)
-    method = evaluation.methods[-1]
     _check_device(recipe, evaluation.model.device)
+    if recipe.train.adapter is not None:
+        check_adapter(evaluation.model, recipe.train.adapter)
     recipe = _resolved(recipe, evaluation)
-    _check_method(recipe, evaluation, method)
-    rows, sources = _plan(recipe, evaluation, ranks)
-    return FinetuneSetting(
-        recipe=recipe,
-        out=Path(),
-        evaluation=replace(evaluation, ranks=ranks),
-        method=method,
-        rows=rows,
-        sources=sources,
-        ranks=ranks,
-    )
+    _check_method(recipe, evaluation, evaluation.methods[-1])
+    return recipe, evaluation
 
 
 def _installed(name: str) -> bool:
@@ -189,24 +205,28 @@ def _resolved(recipe: FinetuneRecipe, evaluation: Setting) -> FinetuneRecipe:
     )
 
 
-def _plan(recipe: FinetuneRecipe, evaluation: Setting, ranks: Ranks) -> tuple[Rows, tuple[Tokenised, ...]]:
+def _shape(recipe: FinetuneRecipe, evaluation: Setting) -> Shape:
+    """Return what rows look like with this tokenizer."""
     asked, tokenizer = recipe.data, evaluation.tokenizer
-    bos = bos_id(tokenizer)
     eos = cast("int | None", tokenizer.eos_token_id) if asked.eos else None
     if asked.eos and eos is None:
         raise RecipeError("data.eos: the tokenizer has no EOS; leave it out")
-    row_tokens = asked.pose.window if asked.pose else asked.row_tokens
-    assert row_tokens is not None
-    shape = Shape(
+    row_tokens = row_tokens_of(recipe)
+    return Shape(
         row_tokens=row_tokens,
-        bos=bos,
+        bos=bos_id(tokenizer),
         eos=eos,
         every_piece=asked.bookends == "piece",
         min_tokens=asked.min_tokens,
         whole_rows=asked.pose is not None or asked.min_tokens >= row_tokens,
     )
-    text_tokens = row_tokens - (bos is not None) - (eos is not None)
-    sources = tuple(open_source(source, tokenizer, text_tokens=text_tokens, ranks=ranks) for source in asked.sources)
+
+
+def _plan(recipe: FinetuneRecipe, evaluation: Setting, shape: Shape) -> tuple[Rows, tuple[Tokenised, ...]]:
+    asked, text_tokens = recipe.data, shape.row_tokens - shape.bookends
+    sources = tuple(open_source(source, evaluation.tokenizer, text_tokens=text_tokens) for source in asked.sources)
+    for source in sources:
+        _check_apart(source, evaluation)
     pools = [
         pool
         for source, documents in zip(asked.sources, sources, strict=True)
@@ -215,6 +235,25 @@ def _plan(recipe: FinetuneRecipe, evaluation: Setting, ranks: Ranks) -> tuple[Ro
     num_rows = recipe.train.steps * recipe.train.rows_per_step
     plan = plan_rows(pools, shape, num_rows=num_rows, seed=recipe.seed)
     return Rows(plan, pose=asked.pose, context=recipe.context, seed=recipe.seed), sources
+
+
+def _check_apart(source: Tokenised, evaluation: Setting) -> None:
+    """Refuse to train on what is measured on: a document that begins as one of the evaluation's does."""
+    corpus = evaluation.corpus
+    if corpus is None:
+        return
+    first = 0 if corpus.bos is None else 1
+    measured = {document.ids[first:][:TELLING]: document.name for document in corpus.documents}
+    sizes = {len(beginning) for beginning in measured}
+    for number in np.flatnonzero(source.lengths >= min(sizes)).tolist():
+        ids = source.ids(number)
+        for size in sizes:
+            name = measured.get(tuple(ids[:size].tolist()))
+            if name is not None:
+                raise RecipeError(
+                    f"data.sources ({source.name}): its document {number} is {name!r}, which is measured on; what is "
+                    "trained on and eval.data have to be apart"
+                )
 
 
 def resumed_finetune(out: Path) -> FinetuneRecipe:

@@ -151,13 +151,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--quick", action="store_true", help="the toy alone, once: to see that it runs")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma list of them")
+    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--one", nargs=2, metavar=("CASE", "KIND"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(*args.one)))
         return
-    at, cases = commit(), ["vocabulary_128k"] if args.quick else list(CASES)
-    rows = [row for case in cases for row in compare(case, 1 if args.quick else 3)]
+    at, cases = commit(), ["vocabulary_128k"] if args.quick else args.cases.split(",")
+    rows = [row for case in cases for row in compare(case, 1 if args.quick else args.repetitions)]
     if args.json:
         print(json.dumps({"machine": machine(torch.device("cpu")), "commit": at, "results": rows}, indent=1))
         return

@@ -65,7 +65,7 @@ def samples_of(out: Path, method: str) -> dict[int, list[rows.Sample]]:
 
 
 def sum_up(runs: Path) -> dict[str, Any]:
-    """Return every value with its interval over documents or prompts (of all seeds' mean), and the seeds' range."""
+    """Return every value with its interval over documents or prompts, given these seeds, and the seeds' range."""
     values: dict[At, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))  # unit -> a value a seed
     by_seed: dict[At, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     weights: dict[tuple[int, str], int] = {}
@@ -92,6 +92,7 @@ def sum_up(runs: Path) -> dict[str, Any]:
                 base = samples_of(out, method)[0]
     assert all(len(each) == 1 for each in hashes.values()), "the runs were not measured on the same tokens"
     assert all(len(each) == 1 for each in rows_of.values()), "methods of one seed were not trained on the same rows"
+    assert all(len(v) == len(SEEDS) for units in values.values() for v in units.values()), "a run lacks a value"
     places = [place(at, units, by_seed[at], weights) for at, units in values.items()]
     original = int(records[0]["original_context"])
     native = math.exp(statistics.fmean(s.value for s in base if (s.task, s.length) == ("perplexity", original)))
@@ -190,7 +191,7 @@ def draw(summary: dict[str, Any]) -> None:
         n = f"{mine[0]['n']} {'documents' if task == 'perplexity' else 'prompts'}, mean of {len(SEEDS)} seeds"
         chart = plots.recovery_chart(
             shown,
-            title=f"Training recovers a window of {longest} tokens: tiny, trained on {summary['original_context']}",
+            title=f"A window of {longest} tokens in training: tiny, trained on {summary['original_context']} before",
             subtitle=[f"{name} at {longest} tokens; {n}; bars: 95 %"],
             value=name,
             logarithmic=logarithmic,

@@ -107,9 +107,9 @@ def _shown(cell: Cell | None) -> str:
     return f"{cell.value:{digits}} [{cell.ci_low:.3g}, {cell.ci_high:.3g}]"
 
 
-def bench_table() -> str:
-    """Return the ratios of the benchmark run that is kept."""
-    run = json.loads((RESULTS / "bench_evals.json").read_text(encoding="utf-8"))
+def bench_table(name: str) -> str:
+    """Return the ratios of a benchmark run that is kept."""
+    run = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     lines = ["| | times faster, or smaller | ours | baseline | numbers apart by |", "|---|---:|---:|---:|---:|"]
     for row in run["results"]:
         unit = "MB" if row["unit"] == "bytes" else row["unit"]
@@ -119,13 +119,49 @@ def bench_table() -> str:
     return "\n".join([*lines, "", f"Medians of runs in turn. Commit `{run['commit']}`, {run['machine']}."])
 
 
+def finetune_table() -> str:
+    """Return what training makes of every method at the longest length and the native one, and how soon."""
+    summary = json.loads((RESULTS / "tiny-finetune" / "summary.json").read_text(encoding="utf-8"))
+    places, original = summary["places"], summary["original_context"]
+    longest, last = max(p["length"] for p in places), max(p["step"] for p in places)
+    at = {(p["method"], p["task"], p["length"], p["step"]): p for p in places}
+    order = [each["method"] for each in summary["recovered"]]
+    parts: list[str] = []
+    for task, what in (("perplexity", "perplexity"), ("passkey", "passkeys found")):
+        lengths = (original, longest)
+        head = [f"{what}, L = {n:,}, {step or 'no'} steps" for n in lengths for step in (0, last)]
+        parts += ["| | " + " | ".join(head) + " | steps until recovered |", "|---" + "|---:" * (len(head) + 1) + "|"]
+        for name, soon in zip(order, summary["recovered"], strict=True):
+            cells = [_placed(at[name, task, n, step]) for n in lengths for step in (0, last)]
+            each = ["never" if n is None else str(n) for n in soon[task]]
+            parts.append(f"| {name} | " + " | ".join(cells) + " | " + ", ".join(each) + " |")
+        parts.append("")
+    n = {task: next(p["n"] for p in places if p["task"] == task) for task in ("perplexity", "passkey")}
+    apart = max(p["seeds_high"] / p["seeds_low"] - 1 for p in places if p["task"] == "perplexity" and p["step"] == last)
+    parts.append(
+        f"Means of {len(summary['seeds'])} seeds; 95 % intervals in brackets, over {n['perplexity']} documents or "
+        f"{n['passkey']} prompts given these seeds, whose perplexities end up to {100 * apart:.1f} % apart. "
+        f"Recovered, at {longest:,} tokens, by seed: the first measured step with a perplexity of at most "
+        f"{summary['native_perplexity']:.2f}, the untrained model's at {original}; with at least 0.85 of the passkeys. "
+        f"Commit `{'`, `'.join(summary['commits'])}`, {', '.join(summary['machine'])}, torch "
+        f"{summary['versions']['torch']}, {summary['minutes']} minutes of computing."
+    )
+    return "\n".join(parts)
+
+
+def _placed(place: dict[str, float]) -> str:
+    digits = ".2f" if place["value"] < 100 else ".0f"
+    return f"{place['value']:{digits}} [{place['ci_low']:.3g}, {place['ci_high']:.3g}]"
+
+
 def filled(text: str) -> str:
     """Return the README's text with every marked table made anew."""
     tables = {
         "methods": methods_table,
         "tiny": lambda: results_table("tiny"),
         "smollm2": lambda: results_table("smollm2-135m"),
-        "bench": bench_table,
+        "bench": lambda: bench_table("bench_evals"),
+        "finetune": finetune_table,
     }
     for name, make in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", flags=re.DOTALL)

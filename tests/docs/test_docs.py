@@ -79,8 +79,20 @@ def test_the_shell_lines_run(tmp_path, monkeypatch):
         assert result.exit_code == 0, f"{words}: {result.output}"
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"\bmake (\w+)", "\n".join(lines))
-    assert targets == ["demo", "test"]
+    assert targets == ["demo", "test", "finetune"]
     assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
+
+
+def test_the_recipe_of_the_training_page_is_one():
+    import yaml
+
+    from recipes.tuning_load import make_finetune
+
+    page = (ROOT / "docs" / "training.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    recipe = make_finetune(yaml.safe_load(text))
+    assert recipe.eval.at == (20, 50)
+    assert recipe.data.sources[1].recall
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -122,6 +134,7 @@ def test_the_wheel_ships_the_code_and_its_data(tmp_path):
         "evals/passkey.py",
         "recipes/configs/tiny/compare.yaml",
         "recipes/configs/smollm2-135m/compare.yaml",
+        "recipes/configs/llama2-7b/yarn-32k.yaml",
     }
     assert expected - names == set()
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "runs/"))]

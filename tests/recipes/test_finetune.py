@@ -242,8 +242,95 @@ def test_a_run_does_not_go_on_with_other_data(recipe, texts, tmp_path):
     asked = changed(recipe, data={"sources": [{"name": str(source)}]}, train={"steps": 1, "warmup_steps": 0})
     done = run(asked, tmp_path / "run")
     (source / "0.txt").write_text("something else altogether; " * 30)
-    with pytest.raises(TrainingError, match=r"began on other rows.*a source.*has changed"):
+    with pytest.raises(TrainingError, match=r"began with another rows: what is there would be mixed"):
         run(read_recipe(done.out / "recipe.yaml"), done.out, resume=True)
+
+
+def test_a_run_does_not_go_on_with_another_recipe_texts_or_model(recipe, small, texts, tmp_path):
+    model, measured = tmp_path / "model", tmp_path / "measured"
+    shutil.copytree(small, model)
+    shutil.copytree(texts / "test", measured)
+    once = {"steps": 1, "warmup_steps": 0}
+    done = run(changed(recipe, model=str(model), train=once, eval={"data": str(measured)}), tmp_path / "run")
+    kept = read_recipe(done.out / "recipe.yaml")
+    with pytest.raises(TrainingError, match="another recipe"):
+        run(kept | {"method": "ntk"}, done.out, resume=True)
+    for file in measured.iterdir():
+        file.write_text("other words to measure on, and some more of them; " * 12)
+    with pytest.raises(TrainingError, match="another evaluation texts"):
+        run(kept, done.out, resume=True)
+    shutil.rmtree(measured)
+    shutil.copytree(texts / "test", measured)
+    random_llama(vocab_size=258, max_position_embeddings=64, initializer_range=0.2).save_pretrained(model)
+    with pytest.raises(TrainingError, match="another model"):
+        run(kept, done.out, resume=True)
+
+
+def test_what_is_measured_on_is_not_trained_on(recipe, texts):
+    with pytest.raises(RecipeError, match=r"its document \d is '.*.txt', which is measured on"):
+        load_finetune(make_finetune(changed(recipe, data={"sources": [str(texts / "train"), str(texts / "test")]})))
+
+
+@pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"])
+def test_a_checkpoint_without_a_part_of_it_is_none(recipe, tmp_path, lost):
+    done = run(changed(recipe, train={"keep": 2}), tmp_path / "run")
+    last = done.out / "checkpoints" / "checkpoint-4"
+    if lost in {"optimizer.pt", "model.safetensors"}:
+        whole = (last / lost).read_bytes()
+        (last / lost).write_bytes(whole[: len(whole) // 2])
+        assert last_checkpoint(last.parent).name == "checkpoint-2"
+    (last / lost).unlink()
+    assert last_checkpoint(last.parent).name == "checkpoint-2"
+    shutil.rmtree(done.out / "model")
+    again = run(read_recipe(done.out / "recipe.yaml"), done.out, resume=True)
+    assert losses(again.out) == [line["loss"] for line in done.curve]
+
+
+def test_weights_that_are_not_finite_are_not_written(recipe, tmp_path):
+    with pytest.raises(TrainingError, match=r"weights are not finite.*no model is written"):
+        run(changed(recipe, train={"lr": 1e39, "warmup_steps": 0, "steps": 1}), tmp_path / "run")
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_bf16_weights_leave_the_frequencies_alone(recipe, tmp_path):
+    exact = changed(recipe, method="dynamic-ntk", data={"min_tokens": 256}, allow_approximate=True)
+    done = run(changed(exact, train={"precision": "pure-bf16", "steps": 1, "warmup_steps": 0}), tmp_path / "run")
+    native = json.loads((done.out / "run.json").read_text())["native_loss"]
+    assert native["promised"] is True
+
+
+def test_a_finished_run_needs_its_checkpoints_no_more(recipe, tmp_path):
+    done = run(recipe, tmp_path / "run")
+    shutil.rmtree(done.out / "checkpoints")
+    shutil.rmtree(done.out / "evals" / "after")
+    again = run(read_recipe(done.out / "recipe.yaml"), done.out, resume=True)
+    assert [c.value for c in again.after.cells] == [c.value for c in done.after.cells]
+    assert [line["loss"] for line in again.curve] == [line["loss"] for line in done.curve]
+    assert not (done.out / "checkpoints").exists()
+    (done.out / "model" / "config.json").unlink()
+    with pytest.raises(TrainingError, match=r"model is damaged; remove it"):
+        run(read_recipe(done.out / "recipe.yaml"), done.out, resume=True)
+
+
+@quiet_peft
+def test_an_adapter_that_is_not_merged_is_measured_as_it_was_written(recipe, small, tmp_path):
+    from peft import PeftModel
+
+    from evals.nll import token_nll
+
+    done = run(changed(recipe, train={"adapter": {"rank": 2, "merge": False}}), tmp_path / "run")
+    assert not (done.out / "model").exists()
+    base, _ = load_model(str(small))
+    document = done.setting.evaluation.corpus.documents[0]
+    with extend_from_record(base, done.out / "adapter"):
+        wrapped = PeftModel.from_pretrained(base, str(done.out / "adapter")).eval()
+        found = float(token_nll(wrapped.get_base_model(), document.ids).mean())
+    [sample] = [
+        s
+        for s in rows.read_samples(done.out / "evals" / "after" / "samples.jsonl")
+        if (s.unit, s.length) == (document.name, 256)
+    ]
+    assert found == pytest.approx(sample.value, abs=1e-6)
 
 
 def test_a_torn_checkpoint_is_passed_over(recipe, tmp_path):
@@ -307,7 +394,8 @@ def test_methods_that_follow_the_length_need_rows_of_their_own(recipe, tmp_path)
     asked = changed(recipe, method="dynamic-ntk", allow_approximate=True)
     with pytest.raises(RecipeError, match=r"dynamic-ntk follow the length of one sequence.*data.min_tokens: 256"):
         load_finetune(make_finetune(asked))
-    done = run(changed(asked, data={"min_tokens": 256}, train={"steps": 1}), tmp_path / "run")
+    once = {"steps": 1, "warmup_steps": 0}
+    done = run(changed(asked, data={"min_tokens": 256}, train=once), tmp_path / "run")
     native = json.loads((done.out / "run.json").read_text())["native_loss"]
     assert native["promised"] is True
     assert native["base"] == native["method"]
@@ -318,13 +406,22 @@ def test_methods_that_follow_the_length_need_rows_of_their_own(recipe, tmp_path)
     [
         ({"data": {"sources": [{"name": "nowhere-at-all"}]}}, "nowhere-at-all"),
         ({"train": {"rows_per_step": 3}}, "rows_per_step: 3"),
-        ({"train": {"liger": True}}, "liger"),
+        ({"train": {"liger": True}}, "it needs liger_kernel"),
         ({"train": {"parallel": {"fsdp": 2}}}, "parallel.fsdp: 2 processes"),
-        ({"train": {"parallel": {"context": 2}}, "data": {"min_tokens": 256}}, "rows cut over 2 processes|need"),
-        ({"train": {"adapter": {"targets": ["q_prj"]}}}, "no module 'q_prj'; did you mean 'q_proj'"),
+        ({"train": {"parallel": {"context": 2}}, "data": {"min_tokens": 256}}, "rows cut over 2 processes"),
+        (
+            {"train": {"adapter": {"targets": ["q_prj"]}}},
+            "'q_prj' is not a linear layer of the model; did you mean 'q_proj'",
+        ),
+        ({"train": {"adapter": {"targets": ["norm"]}}}, "'norm' is not a linear layer"),
+        ({"train": {"adapter": {"also_train": ["nrom"]}}}, "'nrom' is not a module of the model; did you mean 'norm'"),
+        ({"train": {"adapter": {"also_train": ["q_proj"]}}}, "'q_proj' is in targets and in also_train"),
         ({"track": {"report_to": ["trackio"]}}, "needs trackio"),
         ({"train": {"activation_checkpointing": {"offload": True}}}, "offload: on a CPU"),
-        ({"data": {"eos": True, "sources": [{"name": "python-train", "long_tokens": 9, "long_share": 0.5}]}}, "long"),
+        (
+            {"data": {"sources": [{"name": "python-train", "long_tokens": 9, "long_share": 0.5}]}},
+            "all of its .* documents have at least long_tokens: 9",
+        ),
     ],
 )
 def test_bad_input_is_told_before_training(recipe, tmp_path, change, words):
@@ -334,7 +431,7 @@ def test_bad_input_is_told_before_training(recipe, tmp_path, change, words):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(recipe, tmp_path):
-    with pytest.raises(TrainingError, match=r"(loss|grad_norm) is (nan|inf) at step \d.*lower train.lr"):
+    with pytest.raises(TrainingError, match=r"(loss|grad_norm) is (nan|inf) at step \d.*new run.*lower train.lr"):
         run(changed(recipe, train={"lr": 1e30, "warmup_steps": 0, "clip": 0}), tmp_path / "run")
 
 

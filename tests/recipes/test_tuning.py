@@ -3,17 +3,21 @@
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from torch.profiler import ProfilerActivity, profile
 
 from recipes import proofs
 from recipes.load import CONFIGS, RecipeError, read_recipe, write_recipe
+from recipes.loss import loss_without_logits
 from recipes.packing import Pool, Shape, plan_rows
-from recipes.preflight import activation_bytes, preflight
+from recipes.preflight import activation_bytes, logits_bytes, mask_bytes, preflight
 from recipes.ranks import ALONE
+from recipes.recompute import recomputed_activations
 from recipes.train import Rows, TrainingError, accumulation, arguments
 from recipes.tuning import ActivationCheckpointing, Parallel, Pose, Train
 from recipes.tuning_load import find_recipe, make_finetune, override, shipped
@@ -122,7 +126,12 @@ def test_the_tiny_recipes_differ_in_their_method_alone():
         ("train: {lr: 0}", r"train.lr: 0 is refused"),
         ("train: {lr: .nan}", r"train.lr: nan is refused"),
         ("train: {rows_per_step: 3, rows_per_device: 2}", r"train.rows_per_step: 3 rows are not whole forwards"),
-        ("train: {steps: 5, warmup_steps: 6}", r"train.warmup_steps: 6 are more than train.steps: 5"),
+        ("train: {steps: 5, warmup_steps: 5}", r"train.warmup_steps: 5 leave nothing of train.steps: 5"),
+        ("train: {steps: 2000000}", r"train.steps: 2000000 of 4 rows are more than the 5,000,000 rows"),
+        ("train: {weight_decay: .inf}", r"train.weight_decay: inf is refused"),
+        ("{train: {parallel: {context: 2}, adapter: {}}, data: {min_tokens: 2048}}", r"context or ulysses it is not"),
+        ("data: {pose: {window: 2048}}", r"data.pose.window: 2048 is the context"),
+        ("eval: {lengths: [64, 64]}", r"eval.lengths names 64 twice"),
         ("train: {min_lr_fraction: 0.1}", r"train.min_lr_fraction: it says nothing without schedule: cosine"),
         ("train: {precision: fp16}", r"train.precision: 'fp16' is refused"),
         ("train: {parallel: {cpu_offload: true}}", r"cpu_offload: it says nothing without fsdp"),
@@ -130,7 +139,10 @@ def test_the_tiny_recipes_differ_in_their_method_alone():
         ("train: {parallel: {context: 2}}", r"loses the borders between its documents.*data.min_tokens: 2048"),
         ("train: {parallel: {ulysses: 2}}", r"loses the borders between its documents"),
         ("{train: {parallel: {context: 2}}, data: {pose: {window: 64}}}", r"PoSE's rows are short"),
-        ("train: {parallel: {fsdp: 2}, adapter: {}}", r"train.adapter: with parallel.fsdp it is not supported"),
+        (
+            "train: {parallel: {fsdp: 2}, adapter: {}}",
+            r"train.adapter: with parallel.fsdp, context or ulysses it is not supported",
+        ),
         ("{train: {parallel: {fsdp: 2}}, eval: {at: [3]}}", r"eval.at: a model in pieces"),
         ("{train: {steps: 30}, eval: {at: [30]}}", r"eval.at: 30 is not below train.steps: 30"),
         ("eval: {at: [3, 3]}", r"eval.at names 3 twice"),
@@ -172,6 +184,8 @@ def test_settings_override_by_path():
         ("train.steps", "no setting"),
         ("=3", "no setting"),
         ("train.steps=[", "not YAML"),
+        ("train.steps=2020-13-45", "not YAML"),
+        (".train=5", "no setting"),
         ("data.sources.2.share=1", "'2' is not a place in a list of 1"),
         ("data.sources.name=1", "'name' is not a place in a list of 1"),
     ],
@@ -354,6 +368,7 @@ def test_the_estimate_counts_what_a_step_holds():
     found = preflight(load_finetune(make_finetune(values)))
     assert found.weights == found.gradients == 4 * found.parameters
     assert found.optimizer == 8 * found.parameters
+    assert found.masks > 0  # some of its rows hold several documents
     assert found.tokens == 3 * 4 * 2048
     assert found.fits
     assert sum(found.tokens_by_length.values()) <= found.tokens
@@ -365,20 +380,48 @@ def test_the_estimate_counts_what_a_step_holds():
     assert json.loads(json.dumps(lora.as_dict()))["fits"] is True
 
 
-def test_recomputed_activations_take_less():
-    model = random_llama(num_hidden_layers=8)
-    sizes = [
-        activation_bytes(model, Train(activation_checkpointing=each), 4)
-        for each in (
-            None,
-            ActivationCheckpointing(keep="products"),
-            ActivationCheckpointing(every_n_layers=3),
-            ActivationCheckpointing(),
-            ActivationCheckpointing(offload=True),
-        )
-    ]
-    assert sizes == sorted(sizes, reverse=True)
-    assert len(set(sizes)) == 5
+def held(model, batch, train):
+    """Return the most bytes that a step holds at a time, gradients included."""
+    with ExitStack() as stack:
+        stack.enter_context(loss_without_logits(model, rows=train.loss_rows))
+        stack.enter_context(recomputed_activations(model, train.activation_checkpointing))
+        model.train()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            model(**batch).loss.backward()
+    model.zero_grad(set_to_none=True)
+    found = most = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            found += event.nbytes()
+            most = max(most, found)
+    return most
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        None,
+        ActivationCheckpointing(),
+        ActivationCheckpointing(keep="products"),
+        ActivationCheckpointing(every_n_layers=2),
+    ],
+    ids=["kept", "recomputed", "products", "every second"],
+)
+def test_the_estimate_of_memory_is_near_what_a_step_holds(asked, packed):
+    tokens = 1024
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "head_dim": 32, "vocab_size": 500}
+    model = random_llama(**sizes)
+    train = Train(activation_checkpointing=asked, loss_rows=128)
+    positions = torch.arange(tokens)[None].clone()
+    if packed:
+        positions[:, 300:] -= 300
+    ids = torch.arange(tokens)[None] % 500
+    most = held(model, {"input_ids": ids, "labels": ids, "position_ids": positions}, train)
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    estimate = activation_bytes(model, train, tokens, "fp32") + logits_bytes(model, train, tokens) + gradients
+    estimate += mask_bytes(model, train, tokens, "fp32") if packed else 0
+    assert 0.6 < estimate / most < 1.6, (estimate, most)
 
 
 def cli(*words, **keywords):
