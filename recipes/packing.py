@@ -256,7 +256,7 @@ def plan_rows(pools: Sequence[Pool], shape: Shape, *, num_rows: int, seed: int) 
             continue
         while piece is not None:
             # A piece is never bookends alone
-            if room < max(shape.min_tokens, shape.bookends + 1):
+            if room < max(shape.min_tokens, 1 + shape.every_piece * shape.bookends):
                 rows.append(tuple(open_row))
                 open_row, room = [], shape.row_tokens
             taken, piece = _cut(piece, room, shape)
