@@ -102,7 +102,7 @@ class ActivationCheckpointing:
 
     Attributes:
         keep: "nothing" of a layer but its input, at a third more work; or the results of matrix products and attention
-            ("products"), which halves what is kept at next to no work.
+            ("products"), which keeps more and makes no product twice.
         every_n_layers: 1 recomputes all layers, 2 every second one.
         offload: keep what is left on the CPU.
     """
