@@ -1,5 +1,6 @@
 """YAML in, recipes out; every error names the file, the key and the nearest known key."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from evals.rows import write_whole
+from recipes.plain_yaml import parse_yaml
 from recipes.schema import CompareRecipe, PasskeyTask, PerplexityTask
 from recipes.tuning import FinetuneRecipe
 from rope_ext.errors import RopeExtError
@@ -33,10 +35,10 @@ def read_recipe(path: Path) -> dict[str, object]:
         RecipeError: the file is missing, not YAML, or not a mapping.
     """
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"recipe: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # besides bad syntax: an impossible date or nesting
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # besides bad syntax: a number or nesting too long
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise RecipeError(f"recipe: {path}{where} is not YAML: {getattr(error, 'problem', error)}") from error
@@ -146,8 +148,11 @@ def validated(kind: type[Recipe], values: Mapping[str, object], where: str) -> R
         RecipeError: names the path of the first key that is not, and the nearest known one.
     """
     try:
-        return TypeAdapter(kind).validate_python(values)
-    except ValidationError as error:
+        # Strictly, so that true is no 1; as JSON, so that a list may stand for a tuple all the same
+        return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)
+    except (ValueError, RecursionError) as error:
+        if not isinstance(error, ValidationError):
+            raise RecipeError(f"{where}: it nests without end; write every section once") from None
         raise RecipeError(f"{where}: {_explain(error, kind)}") from None
 
 
@@ -159,7 +164,8 @@ def _explain(error: ValidationError, kind: type) -> str:
         return f"{path}: not a key of a recipe{nearest(str(first['loc'][-1]), known)} known: {', '.join(known)}"
     if first["type"] in {"missing", "missing_argument", "missing_keyword_only_argument"}:
         return f"{path}: a recipe has to say it"
-    return f"{path}: {first['input']!r} is refused: {first['msg']}"
+    wanted = "write a list, as [a, b]" if first["type"] == "tuple_type" else first["msg"]
+    return f"{path}: {first['input']!r} is refused: {wanted}"
 
 
 def _keys_at(kind: type, location: tuple[int | str, ...]) -> list[str]:

@@ -196,7 +196,7 @@ def failed_markdown(cells: Sequence[Cell]) -> list[str]:
 def _native_markdown(comparison: Comparison) -> list[str]:
     """Return what each method costs at the longest length within the original window, or that nothing says so."""
     head = ["## At the native length", ""]
-    names = {"perplexity": "percent more perplexity", "passkey": "share of passkeys"}
+    names = {task: unit_of(task) for task in ("perplexity", "passkey")}
     firsts = [(c.task, c.protocol) for task in names for c in [*comparison.pooled(task).values()][:1]]
     native = [c for c in comparison.contrasts if c.native and (c.task, c.protocol) in firsts]
     if not native:
@@ -237,9 +237,8 @@ def _contrasts_markdown(comparison: Comparison, task: str, protocol: str) -> lis
     if not mine:
         return []
     lengths = sorted({contrast.length for contrast in mine})
-    unit = "percent more perplexity" if task == "perplexity" else "share of trials" if task == "passkey" else "nats"
     heads = [f"{n} (native)" if n <= comparison.original_context else str(n) for n in lengths]
-    lines = [f"| paired with {mine[0].against}: {unit} | " + " | ".join(heads) + " |"]
+    lines = [f"| paired with {mine[0].against}: {unit_of(task)} | " + " | ".join(heads) + " |"]
     lines.append("|---" + "|---:" * len(lengths) + "|")
     at = {(contrast.fingerprint, contrast.length): contrast for contrast in mine}
     for fingerprint, label in comparison.labels.items():
@@ -247,6 +246,11 @@ def _contrasts_markdown(comparison: Comparison, task: str, protocol: str) -> lis
             row = [difference_in_words(at.get((fingerprint, length))) for length in lengths]
             lines.append(f"| {label} | " + " | ".join(row) + " |")
     return [*lines, ""]
+
+
+def unit_of(task: str) -> str:
+    """Return what a paired difference is counted in; its sign says whether it is more or less."""
+    return {"perplexity": "percent of perplexity", "passkey": "share of passkeys"}.get(task, "nats")
 
 
 def difference_in_words(contrast: Contrast | None) -> str:

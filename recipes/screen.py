@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import signal
 import sys
+import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,7 +31,15 @@ from recipes.work import Cost
 
 
 class StoppedError(Exception):
-    """The user stopped a run; the text says how to go on with it."""
+    """A run was interrupted or terminated; the text says how to go on with it.
+
+    Attributes:
+        status: that the process exits with, 128 and the signal's number as shells have it.
+    """
+
+    def __init__(self, words: str, status: int) -> None:
+        super().__init__(words)
+        self.status = status
 
 
 def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool, ranks: Ranks = ALONE) -> Comparison:
@@ -39,22 +49,50 @@ def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool, 
 
     Raises:
         RopeExtError, EvalError: bad input, before anything was written.
-        StoppedError: interrupted from the keyboard; what was measured is on disk.
+        StoppedError: interrupted or terminated; what was measured is on disk.
     """
     setting = prepare(recipe, out, resume=resume, ranks=ranks)
     again = f"go on with: rope-ext compare --resume --out {setting.out}"
     with ExitStack() as stack:
         once(ranks, lambda: lock(setting.out, stack))
         once(ranks, lambda: check_earlier(setting.out))
+        stack.enter_context(stoppable(again))
         try:
             with watching(setting) as advance:
                 comparison = run_compare(setting, advance=advance)
             once(ranks, lambda: write_report(comparison, write_pictures(comparison)))
-        except KeyboardInterrupt:
-            raise StoppedError(f"stopped; {again}") from None
         except OSError as error:
             raise RecipeError(f"out: {setting.out} cannot be written: {error.strerror or error}; {again}") from error
     return comparison
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM, as a scheduler sends it; taken like Ctrl-C."""
+
+
+@contextmanager
+def stoppable(again: str) -> Generator[None]:
+    """Let Ctrl-C and SIGTERM end the block with words on how to go on.
+
+    Raises:
+        StoppedError: one of them came.
+    """
+
+    def terminate(_signal: int, _frame: object) -> None:
+        raise _TerminatedError
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except _TerminatedError:
+        raise StoppedError(f"terminated; {again}", 128 + signal.SIGTERM) from None
+    except KeyboardInterrupt:
+        raise StoppedError(f"stopped; {again}", 128 + signal.SIGINT) from None
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def lock(folder: Path, stack: ExitStack) -> None:
@@ -92,22 +130,22 @@ def watching(setting: Setting, prefix: str = "") -> Generator[Advance]:
     # Of several processes the first shows its own share, which is like the others'
     console = Console(stderr=True, quiet=not setting.ranks.is_first)
     with Progress(*bar_columns(), console=console, speed_estimate_period=24 * 3600.0) as progress:
-        bar = progress.add_task("compare", total=total.operations, tokens=_tokens(0.0, total))
+        bar = progress.add_task("compare", total=total.operations, tokens=tokens_in_words(0.0, total.tokens))
         done = Cost()
 
         def advance(cost: Cost, what: str) -> None:
             nonlocal done
             done = done.plus(cost)
-            tokens = _tokens(done.tokens, total)
+            tokens = tokens_in_words(done.tokens, total.tokens)
             progress.update(bar, advance=cost.operations, description=prefix + what, tokens=tokens)
 
         yield advance
 
 
-def _tokens(done: float, total: Cost) -> str:
+def tokens_in_words(done: float, total: float) -> str:
     """Return how many tokens have been computed of how many, in thousands or millions."""
-    unit, name = (1e6, "M") if total.tokens >= 1e6 else (1e3, "k")
-    return f"{done / unit:.1f}/{total.tokens / unit:.1f}{name} tokens"
+    unit, name = (1e6, "M") if total >= 1e6 else (1e3, "k")
+    return f"{done / unit:.1f}/{total / unit:.1f}{name} tokens"
 
 
 def show(comparison: Comparison) -> None:

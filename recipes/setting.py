@@ -217,7 +217,10 @@ def open_folder(out: Path | None, slug: str, recipe: CompareRecipe | FinetuneRec
             return out
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
-            raise RecipeError(f"out: {out} is not empty and no run is overwritten; name a new folder, or add --resume")
+            raise RecipeError(
+                f"out: {out} is not empty and no run is overwritten; name a new folder, or go on with this one: "
+                f"--resume --out {out}"
+            )
         write_recipe(recipe, out / RECIPE)
     except OSError as error:
         raise RecipeError(f"out: {out} cannot be written: {error.strerror}") from error

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from recipes.load import CONFIGS, RecipeError, check_tasks, refuse_repeated, spelled_method, validated
+from recipes.plain_yaml import parse_yaml
 from recipes.tuning import FinetuneRecipe, Parallel, Source
 from rope_ext.registry import nearest
 
@@ -169,8 +170,8 @@ def override(values: dict[str, object], words: str) -> None:
     if not equals or not all(path.split(".")):
         raise RecipeError(f"set: {words!r} is no setting; write path.to.key=value, as train.steps=200")
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an impossible date or nesting
+        value = parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a number or nesting too long
         raise RecipeError(f"set: {words[:80]!r}: the value is not YAML ({getattr(error, 'problem', error)})") from error
     *parents, last = path.split(".")
     node: Any = values

@@ -15,7 +15,7 @@ from recipes.finetune import Finetuned, Watch, run_finetune
 from recipes.load import RecipeError
 from recipes.preflight import preflight
 from recipes.ranks import ALONE, Ranks, once
-from recipes.screen import StoppedError, bar_columns, lock, watching
+from recipes.screen import bar_columns, lock, stoppable, tokens_in_words, watching
 from recipes.setting import Setting
 from recipes.tuning import FinetuneRecipe
 from recipes.tuning_report import report_lines, table, write_curve, write_report
@@ -43,7 +43,7 @@ class Bars(Watch):
             bar = progress.add_task("train", total=train.steps, completed=done, tokens="")
 
             def advance(line: dict[str, Any]) -> None:
-                tokens = f"{line['step'] * each / 1e6:.2f}/{train.steps * each / 1e6:.2f}M tokens"
+                tokens = tokens_in_words(line["step"] * each, train.steps * each)
                 words = f"train: loss {line['loss']:.3f}"
                 progress.update(bar, completed=line["step"], description=words, tokens=tokens)
 
@@ -55,18 +55,17 @@ def finetune_on_screen(recipe: FinetuneRecipe, out: Path | None, *, resume: bool
 
     Raises:
         RopeExtError, EvalError: bad input, before anything was written, or a training that cannot go on.
-        StoppedError: interrupted from the keyboard; what is on disk is gone on with.
+        StoppedError: interrupted or terminated; what is on disk is gone on with.
     """
     setting = prepare_finetune(recipe, out, resume=resume, ranks=ranks)
     again = f"go on with: rope-ext finetune --resume --out {setting.out}"
     with ExitStack() as stack:
         once(ranks, lambda: lock(setting.out, stack))
         once(ranks, lambda: _warn_of_memory(setting))
+        stack.enter_context(stoppable(again))
         try:
             done = run_finetune(setting, watch=Bars(ranks))
             once(ranks, lambda: write_report(done, write_curve(done)))
-        except KeyboardInterrupt:
-            raise StoppedError(f"stopped; {again}") from None
         except OSError as error:
             raise RecipeError(f"out: {setting.out} cannot be written: {error.strerror or error}; {again}") from error
     return done

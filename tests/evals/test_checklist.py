@@ -407,7 +407,7 @@ def test_30_the_price_at_the_native_length_stands_in_every_report(finished, tmp_
     assert {(m, t) for m in ("yarn", "dynamic-yarn") for t in ("perplexity", "passkey")} <= native
     report = write_report(finished, []).read_text()
     assert (
-        "## At the native length\n\n| 256 tokens, against unscaled | percent more perplexity | share of passkeys |"
+        "## At the native length\n\n| 256 tokens, against unscaled | percent of perplexity | share of passkeys |"
         in report
     )
     assert re.search(r"\| dynamic-yarn \| [+-]?\S+ \[\S+, \S+\] \| [+-]0 \[\S+, \S+\] \|", report)

@@ -291,17 +291,21 @@ def test_compare_end_to_end(checkpoint, data, tmp_path):
     assert again["original_context"] == 512
 
 
-def test_kill_nine_loses_nothing_that_was_computed(checkpoint, data, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["kill -9", "terminated"])
+def test_a_run_that_is_killed_loses_nothing_that_was_computed(checkpoint, data, tmp_path, how):
     out = tmp_path / "run"
     words = [sys.executable, "-m", "rope_ext.cli", *map(str, compare_words(checkpoint, data)), "--out", str(out)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         if (out / "samples.jsonl").exists():
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(process.pid, how)
             break
         time.sleep(0.01)
-    process.wait()
+    _, told = process.communicate()
+    if how == signal.SIGTERM:
+        assert process.returncode == 143
+        assert told.rstrip().endswith(f"rope-ext: terminated; go on with: rope-ext compare --resume --out {out}")
     kept = (out / "samples.jsonl").read_text().count("\n")
     assert kept >= 1
     result = rope_ext("compare", "--out", out, "--resume")

@@ -152,7 +152,7 @@ def test_every_protocol_in_one_run(recipe, tmp_path):
         "## Perplexity (windows of L tokens moved by 200, each token once)",
         "## Nats per token by position",
         "the last 100 tokens at L, against the same with the last 512 alone",
-        "| paired with unscaled: percent more perplexity | 512 (native) | 1024 |",
+        "| paired with unscaled: percent of perplexity | 512 (native) | 1024 |",
     ):
         assert words in report, words
     assert run(recipe, tmp_path / "run", resume=True).cells == result.cells

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from recipes.load import CONFIGS, DEFAULTS, RecipeError, make_recipe, read_recipe, write_recipe
+from recipes.plain_yaml import parse_yaml
 from recipes.schema import CompareRecipe
 from recipes.tuning import FinetuneRecipe
 from recipes.tuning_load import make_finetune
@@ -57,11 +58,18 @@ def test_the_resolved_recipe_reads_back(tmp_path):
         ("passkey: {positions: [5]}", "passkey.positions say nothing on the relative grid"),
         ("passkey: {generate: true, share: false}", "passkey.share says nothing where answers are decoded"),
         ("base: somewhere", "base: 'somewhere' is refused"),
+        ("context: 2:10", "context: '2:10' is refused"),
+        ("context: 010", "context: '010' is refused"),
+        ("context: true", "context: True is refused"),
+        ("context: 2020-01-01", "context: '2020-01-01' is refused"),
+        ("passkey: {threshold: true}", "passkey.threshold: True is refused"),
+        ("lengths: 256", r"lengths: 256 is refused: write a list, as \[a, b\]"),
+        ("data: &a [*a]", "it nests without end"),
     ],
 )
 def test_bad_recipes_are_told_by_path(text, words):
     with pytest.raises(RecipeError, match=words):
-        make_recipe(yaml.safe_load(text))
+        make_recipe(parse_yaml(text))
 
 
 def test_unknown_methods_keep_their_own_message():
@@ -76,7 +84,8 @@ def test_unknown_methods_keep_their_own_message():
         ("a: [", "line 1 is not YAML"),
         ("- a\n", "not a mapping"),
         ("", "not a mapping"),
-        ("when: 2020-13-45", "is not YAML"),
+        ("model: tiny\nseed: 1\nmodel: smollm2", "line 3 is not YAML: 'model' stands twice in one place"),
+        ("passkey: {trials: 2, trials: 3}", "line 1 is not YAML: 'trials' stands twice"),
         ("[" * 3000, "is not YAML"),
     ],
 )
