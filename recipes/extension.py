@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rope_ext.errors import ExportError
-from rope_ext.export import check_target, portability, save_extended, stored_window
+from rope_ext.export import STOCK_FORMAT, check_target, is_own_format, portability, save_extended, stored_window
 from rope_ext.gguf import check_gguf_target, extend_gguf, save_gguf
 from rope_ext.hf import ScaledBase, load_config, load_model, locate, read_geometry
 from rope_ext.patch import build_table, extend
@@ -29,6 +29,7 @@ def write_extended(
     base: ScaledBase | None = None,
     original_context: int | None = None,
     allow_approximate: bool = False,
+    format: str = STOCK_FORMAT,  # noqa: A002  (as save_extended has it)
 ) -> Written:
     """Write a model with a longer window and return what was written; what can be refused is refused before.
 
@@ -41,6 +42,9 @@ def write_extended(
         RopeExtError: nothing to write, a target that is taken, or what loading, extending and exporting raise.
     """
     _check_targets(out, gguf)
+    own = is_own_format(format, allow_approximate=allow_approximate)
+    if own and out is None:
+        raise ExportError("export: a GGUF has a format of its own; give --out DIR, or leave --format out")
     folder, inside = locate(model)
     # Everything that the configuration alone can refuse, before the weights are loaded
     config = load_config(model)
@@ -55,7 +59,7 @@ def write_extended(
     loaded, tokenizer = load_model(model, device="cpu", dtype="auto")
     with extend(loaded, method, context=context, factor=factor, base=base, original_context=original_context) as patch:
         # What one of the two refuses is found before the other is written
-        verdicts = portability(loaded, allow_approximate=allow_approximate) if out is not None else []
+        verdicts = portability(loaded, allow_approximate=allow_approximate) if out is not None and not own else []
         if gguf is not None and source is not None:
             extend_gguf(source, gguf, method, context=context, factor=factor, original_context=original_context)
         elif gguf is not None:
@@ -63,9 +67,10 @@ def write_extended(
         if gguf is not None:
             _tell_gguf(written, gguf, model, method)
         if out is not None:
-            path = save_extended(loaded, out, tokenizer=tokenizer, allow_approximate=allow_approximate)
+            path = save_extended(loaded, out, tokenizer=tokenizer, allow_approximate=allow_approximate, format=format)
             window = f"window {patch.geometry.original_context} -> {stored_window(path)} tokens"
-            loading = f"load it with AutoModelForCausalLM.from_pretrained({str(path)!r})"
+            loader = "rope_ext.load" if own else "AutoModelForCausalLM.from_pretrained"
+            loading = f"load it with {loader}({str(path)!r})" + (", which stock code cannot" if own else "")
             written.lines.append(f"{path}: {model} with {label(method)}, {window}; {loading}")
             written.lines.extend(f"  {verdict}" for verdict in verdicts)
             readers = {verdict.reader: str(verdict).partition(": ")[2] for verdict in verdicts}

@@ -259,7 +259,11 @@ class Run:
                 f"train: after the last step {len(broken)} weights are not finite in {stored} ({broken[0]}, ...), so "
                 "that no model is written; begin a new run with a lower train.lr"
             )
-        form = {"tokenizer": tokenizer, "allow_approximate": recipe.allow_approximate}
+        form = {
+            "tokenizer": tokenizer,
+            "allow_approximate": recipe.allow_approximate,
+            "format": recipe.format,
+        }
         once(ranks, lambda: save_once(model, self.out / MODEL, dtype=stored, **form))
 
     def _contrasts(self, before: Comparison, after: Comparison) -> list[Contrast]:

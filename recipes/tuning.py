@@ -221,6 +221,7 @@ class FinetuneRecipe:
         context: the window to reach, tokens.
         base, original_context: for a checkpoint that already carries scaling, see `rope_ext.extend`.
         allow_approximate: write the nearest stock form of a method that stock code does not follow exactly.
+        format: of the model that is written: for stock code, or for `rope_ext.load` alone, which opens every method.
         seed: of the order of the data, of PoSE's positions and of an adapter's first weights.
     """
 
@@ -236,4 +237,5 @@ class FinetuneRecipe:
     eval: Evaluation = field(default_factory=Evaluation)
     track: Track = field(default_factory=Track)
     allow_approximate: bool = False
+    format: Literal["stock", "rope-ext"] = "stock"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

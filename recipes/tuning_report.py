@@ -16,11 +16,13 @@ from recipes.present import (
     difference_in_words,
     failed_markdown,
     protocol_in_words,
+    unit_of,
     value_in_short,
     value_in_words,
 )
 from recipes.setting import RECIPE
 from recipes.tuning_setting import ADAPTER, MODEL
+from rope_ext.export import STOCK_FORMAT
 from rope_ext.plan import label
 
 SHORT = {"perplexity": "ppl", "passkey": "key"}
@@ -61,15 +63,15 @@ def report_lines(done: Finetuned) -> list[str]:
     """Return what the training was worth and where everything is."""
     lines: list[str] = []
     for contrast in _headlines(done):
-        unit = "percent more perplexity" if contrast.task == "perplexity" else "share of passkeys"
         where = "within the original window" if contrast.native else "beyond it"
         lines.append(
-            f"at {contrast.length} tokens, {where}: {difference_in_words(contrast)} {unit} against {contrast.against}, "
-            f"n = {contrast.n}"
+            f"at {contrast.length} tokens, {where}: {difference_in_words(contrast)} {unit_of(contrast.task)} "
+            f"against {contrast.against}, n = {contrast.n}"
         )
     if done.setting.recipe.allow_approximate:
         lines.append("written in the nearest form that stock code has: its numbers there are others than these")
-    for folder, words in ((MODEL, "model, for stock transformers"), (ADAPTER, "adapter, with its record of positions")):
+    reader = "stock transformers" if done.setting.recipe.format == STOCK_FORMAT else "rope_ext.load"
+    for folder, words in ((MODEL, f"model, for {reader}"), (ADAPTER, "adapter, with its record of positions")):
         if (done.out / folder).is_dir():
             lines.append(f"{words}: {done.out / folder}")
     lines.append(f"{done.seconds:.0f} s; everything is in {done.out} (start with {REPORT})")
@@ -165,8 +167,10 @@ def _differences(done: Finetuned, task: str, protocol: str) -> list[str]:
     lengths = sorted({contrast.length for contrast in mine})
     original = done.before.original_context
     heads = [f"{n} (native)" if n <= original else str(n) for n in lengths]
-    unit = "percent more perplexity" if task == "perplexity" else "share of trials" if task == "passkey" else "nats"
-    lines = [f"| after training, paired: {unit} | " + " | ".join(heads) + " |", "|---" + "|---:" * len(lengths) + "|"]
+    lines = [
+        f"| after training, paired: {unit_of(task)} | " + " | ".join(heads) + " |",
+        "|---" + "|---:" * len(lengths) + "|",
+    ]
     for against in dict.fromkeys(c.against for c in mine):
         row = {c.length: c for c in mine if c.against == against}
         lines.append(f"| against {against} | " + " | ".join(difference_in_words(row.get(n)) for n in lengths) + " |")

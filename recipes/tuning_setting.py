@@ -20,7 +20,7 @@ from recipes.sources import TRAIN, Tokenised, open_source, write_source
 from recipes.train import Rows, accumulation, precision_of
 from recipes.tuning import FinetuneRecipe
 from recipes.tuning_load import make_finetune, row_tokens_of
-from rope_ext.export import portability
+from rope_ext.export import is_own_format, portability
 from rope_ext.patch import extend
 from rope_ext.plan import STATIC, Method
 
@@ -168,7 +168,8 @@ def _check_method(recipe: FinetuneRecipe, evaluation: Setting, method: Method) -
     ) as patch:
         is_static = all(patch.frequency_key(n) == STATIC for n in (1, recipe.context))
         slopes = patch.plan.alibi_slopes
-        if adapter is None or adapter.merge:
+        own = is_own_format(recipe.format, allow_approximate=recipe.allow_approximate)
+        if not own and (adapter is None or adapter.merge):
             portability(model, allow_approximate=recipe.allow_approximate)
     parallel, row = recipe.train.parallel, row_tokens_of(recipe)
     if slopes is not None and (parallel.context > 1 or parallel.ulysses > 1):

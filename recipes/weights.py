@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from recipes.train import TrainingError, are_whole, weights_in
 from recipes.tuning_setting import ADAPTER, FinetuneSetting
-from rope_ext.export import RECORD, save_extended
-from rope_ext.hf import load_config, load_model
+from rope_ext.export import save_extended
+from rope_ext.hf import RECORD, load_config, load_model
 from rope_ext.patch import active_patch_table
 from rope_ext.tables import ExtendedRotaryEmbedding
 

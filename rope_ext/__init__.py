@@ -24,11 +24,12 @@ if TYPE_CHECKING:
         PatchError,
         RopeExtError,
     )
-    from rope_ext.export import extend_from_record, save_extended
+    from rope_ext.export import extend_from_record, load, save_extended
     from rope_ext.geometry import RopeGeometry
     from rope_ext.gguf import extend_gguf, save_gguf
     from rope_ext.hf import load_model
     from rope_ext.methods.abf import Abf
+    from rope_ext.methods.alibi import Alibi
     from rope_ext.methods.dynamic_ntk import DynamicNtk
     from rope_ext.methods.dynamic_yarn import DynamicYarn
     from rope_ext.methods.linear import Linear
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Abf": "methods.abf",
+    "Alibi": "methods.alibi",
     "ContextError": "errors",
     "DynamicNtk": "methods.dynamic_ntk",
     "DynamicYarn": "methods.dynamic_yarn",
@@ -73,6 +75,7 @@ _HOME = {
     "extend": "patch",
     "extend_from_record": "export",
     "extend_gguf": "gguf",
+    "load": "export",
     "load_model": "hf",
     "method": "registry",
     "save_extended": "export",
@@ -81,6 +84,7 @@ _HOME = {
 
 __all__ = [
     "Abf",
+    "Alibi",
     "ContextError",
     "DynamicNtk",
     "DynamicYarn",
@@ -107,6 +111,7 @@ __all__ = [
     "extend",
     "extend_from_record",
     "extend_gguf",
+    "load",
     "load_model",
     "method",
     "save_extended",

@@ -235,6 +235,9 @@ def extend(
         bool,
         typer.Option("--allow-approximate", help="write the nearest stock form of a method that has no exact one"),
     ] = False,
+    own_format: Annotated[
+        str, typer.Option("--format", help="stock; or rope-ext, any method as it is, for rope_ext.load alone")
+    ] = "stock",
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint with a longer window that stock code loads with the same logits, and say which does.
@@ -256,6 +259,7 @@ def extend(
             base=_base(base),
             original_context=original_context,
             allow_approximate=allow_approximate,
+            format=own_format,
         )
         if as_json:
             _print_json(written.document)
@@ -591,7 +595,7 @@ def _together() -> Generator["Ranks"]:
     except StoppedError as error:
         if ranks.is_first:
             typer.echo(f"rope-ext: {error}", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(error.status) from None
     finally:
         leave(ranks)
 

@@ -7,21 +7,30 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rope_ext.errors import ExportError
+from rope_ext.errors import ExportError, ModelError
+from rope_ext.hf import OWN_FORMAT, RECORD, load_model, locate, read_record
 from rope_ext.patch import Patch, active_patch_table, extend
 from rope_ext.plan import RopeParameters, hyperparameters
 from rope_ext.readers import Verdict, judge
 from rope_ext.registry import method
-from rope_ext.stock import StockForm, disagreement, exported_form, frequencies_agree, telling_lengths
+from rope_ext.stock import (
+    NO_STOCK_TYPE,
+    StockForm,
+    disagreement,
+    exported_form,
+    frequencies_agree,
+    own_form,
+    telling_lengths,
+)
 from rope_ext.tables import ExtendedRotaryEmbedding
 
-RECORD = "rope_ext.json"
+STOCK_FORMAT = "stock"
 
 
 def save_extended(
@@ -30,6 +39,7 @@ def save_extended(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     allow_approximate: bool = False,
+    format: str = STOCK_FORMAT,  # noqa: A002  (as image and table writers call it)
 ) -> Path:
     """Write a patched model to a new directory and return it, after proving that stock code reads it alike.
 
@@ -44,10 +54,11 @@ def save_extended(
     Args:
         allow_approximate: write the nearest stock form of a method that stock code does not follow exactly, instead
             of refusing it; `rope_ext.json` then says so.
+        format: "stock", or "rope-ext": any method as it is, which `rope_ext.load` opens and stock code refuses.
 
     Raises:
-        ExportError: the model is not extended, the method has no stock form, the directory is not empty or cannot be
-            written, or the checkpoint would not reload with the same frequencies (nothing is left behind then).
+        ExportError: no such format, the model is not extended, the method has no stock form, the directory is not empty
+            or cannot be written, or the checkpoint would not reload with the same frequencies (then nothing is left).
     """
     table = _active_table(model)
     target = check_target(directory)
@@ -58,12 +69,30 @@ def save_extended(
             "export: the model holds an adapter's layers that stock code does not know; save the PeftModel itself, or "
             "merge_and_unload() first"
         )
-    form = None if _is_adapter(model) else exported_form(model.config, table, allow_approximate=allow_approximate)
+    if _is_adapter(model):
+        form = None
+    elif is_own_format(format, allow_approximate=allow_approximate):
+        form = own_form(model.config, table)
+    else:
+        form = exported_form(model.config, table, allow_approximate=allow_approximate)
     with written_aside(target) as partial:
         _write(model, partial, tokenizer, table, form)
-        if form is not None:
+        if form is not None and form.parameters["rope_type"] != NO_STOCK_TYPE:
             _check_stock_reads_alike(partial, table, form)
     return target
+
+
+def is_own_format(name: str, *, allow_approximate: bool = False) -> bool:
+    """Return whether a format is our own, and not one for stock code.
+
+    Raises:
+        ExportError: it is neither, or an approximation is asked for, which our own never is.
+    """
+    if name not in {STOCK_FORMAT, OWN_FORMAT}:
+        raise ExportError(f"export: format {name!r} is neither {STOCK_FORMAT} nor {OWN_FORMAT}; give one of the two")
+    if name == OWN_FORMAT and allow_approximate:
+        raise ExportError(f"export: the format {OWN_FORMAT} writes every method as it is; leave allow_approximate out")
+    return name == OWN_FORMAT
 
 
 def _write(
@@ -73,15 +102,20 @@ def _write(
     table: ExtendedRotaryEmbedding,
     form: StockForm | None,
 ) -> None:
-    model.save_pretrained(directory)
+    own = form is not None and form.parameters["rope_type"] == NO_STOCK_TYPE
+    base = cast("Patch", table.patch).config_of_base
+    with _stating(model, base if own else {}):  # families check types that they do not know as they are saved
+        model.save_pretrained(directory)
     readers: dict[str, str] = {}
     if form is not None:
         write_config(directory / "config.json", form.parameters, form.window)
-        verdicts = portability(model, allow_approximate=not form.exact)
+        verdicts = [] if own else portability(model, allow_approximate=not form.exact)
         readers = {verdict.reader: str(verdict).partition(": ")[2] for verdict in verdicts}
     if tokenizer is not None:
         _save_tokenizer(tokenizer, directory, table.context if form is None else form.window)
+    slopes = table.plan.alibi_slopes
     record = {
+        "format": OWN_FORMAT if own else STOCK_FORMAT,
         "method": table.method.name,
         "hyperparameters": dict(hyperparameters(table.method)),
         "context": table.context,
@@ -91,8 +125,23 @@ def _write(
         "readers": readers,
         "attention_scale": table.plan.attention_scale,
         "inv_freq": table.plan.inv_freq.tolist(),
+        "alibi_slopes": None if slopes is None else slopes.tolist(),
+        "config_of_base": base,
     }
     (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _stating(model: PreTrainedModel, values: dict[str, object]) -> Generator[None]:
+    """Let the model's configuration say other values for a while."""
+    before = {key: getattr(model.config, key) for key in values}
+    try:
+        for key, value in values.items():
+            setattr(model.config, key, value)
+        yield
+    finally:
+        for key, value in before.items():
+            setattr(model.config, key, value)
 
 
 def _is_adapter(model: PreTrainedModel) -> bool:
@@ -240,20 +289,61 @@ def extend_from_record(model: PreTrainedModel, directory: str | os.PathLike[str]
         RopeExtError: what `extend` raises.
     """
     path = Path(directory) / RECORD
+    try:
+        record = read_record(str(directory)) if path.is_file() else None
+    except ModelError as error:
+        raise ExportError(f"export: {error}") from error
+    if record is None:
+        raise ExportError(f"export: {path} is no record of an extended model: there is no such file")
+    return extend_by(record, model, str(path))
+
+
+def extend_by(record: dict[str, Any], model: PreTrainedModel, where: str) -> Patch:
+    """Extend a model as a record says, and return the patch.
+
+    Raises:
+        ExportError: the record is not one, or the model gets other frequencies or slopes from it; named `where`.
+        RopeExtError: what `extend` raises.
+    """
     if active_patch_table(model) is not None:
         raise ExportError("export: the model is already extended; undo that first, and then extend it from the record")
     try:
-        record = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
         chosen = method(record["method"], **record["hyperparameters"])
         context, original, base = int(record["context"]), int(record["original_context"]), record["base"]
-        wanted = torch.tensor(record["inv_freq"])
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
-        raise ExportError(f"export: {path} is no record of an extended model: {error}") from error
+        wanted, slopes = torch.tensor(record["inv_freq"]), record.get("alibi_slopes")
+    except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
+        raise ExportError(f"export: {where} is no record of an extended model: {error}") from error
     patch = extend(model, chosen, context=context, base=base, original_context=original)
     if patch.plan.inv_freq.shape != wanted.shape or not frequencies_agree(patch.plan.inv_freq, wanted):
         patch.undo()
-        raise ExportError(f"export: {path} was made on another base: this one gets other frequencies from its method")
+        raise ExportError(f"export: {where} was made on another base: this one gets other frequencies from its method")
+    found = patch.plan.alibi_slopes
+    if (None if found is None else found.tolist()) != slopes:
+        patch.undo()
+        raise ExportError(f"export: {where} was made with other slopes ({slopes!r:.100}) than its method gives")
     return patch
+
+
+def load(
+    name: str, *, device: str | None = None, dtype: torch.dtype | Literal["auto"] | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return a model as `save_extended` wrote it, in either format, and its tokenizer.
+
+    Nothing that lies in the checkpoint is executed: the method is one of this package, found by its name. Of a model
+    that is not in our own format this is `load_model`.
+
+    Args:
+        name, device, dtype: as `load_model`.
+
+    Raises:
+        RopeExtError: what `load_model` and `extend_from_record` raise.
+    """
+    model, tokenizer = load_model(name, device=device, dtype=dtype)
+    source, gguf = locate(name)
+    record = None if gguf else read_record(source)
+    if record is not None and record.get("format") == OWN_FORMAT:
+        extend_by(record, model, f"{name}/{RECORD}")
+    return model, tokenizer
 
 
 def stored_window(directory: Path) -> int:

@@ -145,6 +145,10 @@ def save_gguf(
 
 
 def _check(out: str | os.PathLike[str], table: ExtendedRotaryEmbedding) -> Path:
+    if table.plan.alibi_slopes is not None:
+        raise ExportError(
+            f"export: {table.method.name} adds a bias to attention, which llama.cpp has for other architectures alone"
+        )
     if not table.is_static:
         raise ExportError(
             f"export: {table.method.name} follows the current length, and a GGUF holds one vector of frequencies for "

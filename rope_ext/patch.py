@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self, cast
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rope_ext.attention import Bias, bias_in, put_bias, set_bias
 from rope_ext.errors import MethodError, ModelError, PatchError
 from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import (
@@ -93,12 +95,19 @@ class Patch:
         self._config_before = {name: getattr(model.config, name) for name in IN_STEP if hasattr(model.config, name)}
         self._active = False
         self._following: LengthFollowing | None = None
+        self._remove_bias: Callable[[], None] | None = None
         table.patch = self
 
     @property
     def factor(self) -> float:
         """The stretch, context / original_context."""
         return self.context / self.geometry.original_context
+
+    @property
+    def config_of_base(self) -> dict[str, object]:
+        """What the configuration said of positions before this patch, and those below it, were laid on."""
+        below = self._before.patch if isinstance(self._before, ExtendedRotaryEmbedding) else None
+        return dict(self._config_before) if below is None else cast("Patch", below).config_of_base
 
     def frequency_key(self, seq_len: int) -> FrequencyKey:
         """Return what the frequencies at `seq_len` depend on; equal keys may share one forward."""
@@ -137,6 +146,8 @@ class Patch:
             config.original_max_position_embeddings = stated
         if not self._table.is_static:
             self._following = LengthFollowing(self.model, self._site.parent, self._table)
+        if self.plan.alibi_slopes is not None or bias_in(self._site.parent) is not None:
+            self._remove_bias = put_bias(self._site.parent, self.plan.alibi_slopes)
 
     def undo(self) -> None:
         """Put the model's own rotary module and configuration back; a second call does nothing.
@@ -154,6 +165,8 @@ class Patch:
             setattr(self.model.config, name, value)
         if self._following is not None:
             self._following.undo()
+        if self._remove_bias is not None:
+            self._remove_bias()
         self._active = False
 
     def verify(self) -> None:
@@ -191,6 +204,18 @@ class Patch:
         # difference that survives rounding to bf16, as a mere change of angles might not.
         if torch.equal(self._two_tokens(scaled_by=0.0), self._two_tokens(scaled_by=1e3)):
             raise PatchError(f"verify: the model ignores its rotary module, so {self.method.name} has no effect on it")
+        if self.plan.alibi_slopes is not None and torch.equal(self._under_bias(0.0), self._under_bias(1e3)):
+            raise PatchError(f"verify: the model's attention takes no bias, so {self.method.name} has no effect on it")
+
+    def _under_bias(self, scaled_by: float) -> Tensor:
+        """Return the logits of the two tokens, slopes times `scaled_by`."""
+        present = bias_in(self._site.parent)
+        assert present is not None
+        try:
+            set_bias(self._site.parent, Bias(present.slopes * scaled_by, present.before), present.before)
+            return self._two_tokens()
+        finally:
+            set_bias(self._site.parent, present, present.before)
 
     @torch.no_grad()
     def _two_tokens(self, scaled_by: float = 1.0) -> Tensor:
@@ -237,8 +262,8 @@ def extend(
     """Put `method` into a live model and return the handle that takes it out again.
 
     Changes exactly the model's rotary module and, in step with it, `config.rope_parameters` and
-    `config.max_position_embeddings`. On a model that is already extended the new method starts from the same
-    checkpoint geometry, never from the scaled one; undo in reverse order.
+    `config.max_position_embeddings`; for a bias (ALiBi) the attention function as well. On a model that is already
+    extended the new method starts from the same checkpoint geometry, never from the scaled one; undo in reverse order.
 
         with extend(model, Yarn(), context=32_768):
             ...
@@ -307,8 +332,14 @@ def _check_plan(method: Method, geometry: RopeGeometry, plan: PositionPlan) -> N
         )
     if not bool((torch.isfinite(inv_freq) & (inv_freq >= 0)).all()) or not (math.isfinite(scale) and scale > 0):
         raise MethodError(f"{method.name}: its plan holds a frequency or a scale that is negative or not finite")
-    if plan.alibi_slopes is not None:
-        raise MethodError(f"{method.name}: its plan holds ALiBi slopes, which no patch supports yet")
+    slopes = plan.alibi_slopes
+    if slopes is not None and (slopes.shape != (geometry.num_heads,) or slopes.dtype != torch.float32):
+        raise MethodError(
+            f"{method.name}: its plan has slopes {tuple(slopes.shape)} in {slopes.dtype}; it must be "
+            f"({geometry.num_heads},) in torch.float32"
+        )
+    if slopes is not None and not bool((torch.isfinite(slopes) & (slopes >= 0)).all()):
+        raise MethodError(f"{method.name}: its plan holds a slope that is negative or not finite")
 
 
 def active_patch_table(model: PreTrainedModel) -> ExtendedRotaryEmbedding | None:

@@ -184,6 +184,8 @@ def general_rope_parameters(rope: RopeGeometry, plan: PositionPlan, *, context: 
     Exact in transformers. vLLM and SGLang set the attention scale of this type by a rule of their own unless they find
     the pair of mscales, which transformers warns about as unknown and ignores.
     """
+    if plan.alibi_slopes is not None:
+        raise MethodError("plan: a bias on attention has no stock form in transformers")
     if not bool((plan.inv_freq > 0).all()):
         raise MethodError("plan: pairs that do not turn have no stock form in transformers")
     # Divided in float64: stock code multiplies these with the periods in fp32

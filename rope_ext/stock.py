@@ -102,6 +102,8 @@ def parameters_in_step(config: PretrainedConfig, table: ExtendedRotaryEmbedding)
 
     """
     geometry, context = table.geometry, table.context
+    if table.plan.alibi_slopes is not None:
+        return own_form(config, table).parameters
     own = _own_parameters(config, table)
     if own and own["rope_type"] == "dynamic":
         own = None  # it may agree in a new module, and keeps state in every one
@@ -111,13 +113,18 @@ def parameters_in_step(config: PretrainedConfig, table: ExtendedRotaryEmbedding)
         general = _whole(config, general_rope_parameters(geometry, table.plan, context=context))
         if _agrees(config, table, StockForm(general, context, telling_lengths(table))):
             return general
-    unreadable: RopeParameters = {
+    return own_form(config, table).parameters
+
+
+def own_form(config: PretrainedConfig, table: ExtendedRotaryEmbedding) -> StockForm:
+    """Return a form under a type that stock code refuses to load; `rope_ext.load` reads the method beside it."""
+    parameters: RopeParameters = {
         "rope_type": NO_STOCK_TYPE,
-        "rope_theta": geometry.theta,
-        "original_max_position_embeddings": geometry.original_context,
+        "rope_theta": table.geometry.theta,
+        "original_max_position_embeddings": table.geometry.original_context,
         "method": spell(table.method),
     }
-    return _whole(config, unreadable)
+    return StockForm(_whole(config, parameters), table.context, ())
 
 
 def telling_lengths(table: ExtendedRotaryEmbedding) -> tuple[int, ...]:
@@ -158,9 +165,10 @@ def exported_form(config: PretrainedConfig, table: ExtendedRotaryEmbedding, *, a
     if live["rope_type"] != NO_STOCK_TYPE:
         return StockForm(dict(live), context, telling_lengths(table))
     if table.is_static:
+        what = "its frequencies" if table.plan.alibi_slopes is None else "the bias that it adds to attention"
         raise ExportError(
             f"export: {table.method.name} has no stock form for {config.model_type!r}: no configuration of stock "
-            "transformers gives its frequencies"
+            f'transformers gives {what}; format="rope-ext" (--format rope-ext) writes one that rope_ext.load opens'
         )
     frozen = general_rope_parameters(table.geometry, table.plan, context=context)
     nearest = StockForm(_whole(config, frozen), context, (context,), exact=False)
@@ -178,6 +186,6 @@ def exported_form(config: PretrainedConfig, table: ExtendedRotaryEmbedding, *, a
     if not allow_approximate:
         raise ExportError(
             f"export: {table.method.name} follows the current length, which stock readers do not do alike; "
-            f"allow_approximate (--allow-approximate) writes {how}"
+            f"allow_approximate=True (--allow-approximate of extend, allow_approximate: true of a recipe) writes {how}"
         )
     return nearest

@@ -1,6 +1,6 @@
 """Does a brief fine-tune bear out what is published of the methods? On the bundled model, 8 times its window.
 
-python scripts/experiment_finetune.py             # train what is not trained (six methods, three seeds: hours), sum up
+python scripts/experiment_finetune.py             # train what is not trained (seven methods, three seeds: hours), sum up
 python scripts/experiment_finetune.py --sum-up    # only sum up what is there
 
 Every run is `rope-ext finetune tiny/METHOD --seed SEED`: of one seed all methods see the same rows in the same order,
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))  # the script is run by path; the packages lie bes
 
 from evals import plots, rows, stats  # noqa: E402  (after the path is set)
 
-METHODS = ("unscaled", "linear", "abf", "ntk", "llama3", "yarn")
+METHODS = ("unscaled", "linear", "abf", "ntk", "llama3", "yarn", "alibi")
 SEEDS = (0, 1, 2)
 KEPT = ROOT / "recipes" / "results" / "tiny-finetune"
 THRESHOLD = 0.85

@@ -2,6 +2,7 @@
 
     python scripts/pretrain_tiny.py                    # about an hour on two CPU cores; minutes on a GPU
     python scripts/pretrain_tiny.py --resume           # go on from the last checkpoint in --work
+    python scripts/pretrain_tiny.py --method alibi     # the same with another method from the first step: tiny-alibi
 
 Data: this Python's own sources (nine files in ten; evals.corpora holds the tenth out) and recall tasks made on
 the fly. A passkey task alone is not learnt in so few tokens, so the curriculum varies the distance first:
@@ -22,7 +23,9 @@ import math
 import os
 import platform
 import random
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import cast
@@ -37,6 +40,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the script is run by path; `evals` lies beside it, installed or not
 
 from evals import corpora, grading, passkey, variants  # noqa: E402  (after the path is set)
+from rope_ext.export import save_extended  # noqa: E402
+from rope_ext.hf import OWN_FORMAT  # noqa: E402
+from rope_ext.patch import active_patch_table, extend  # noqa: E402
+from rope_ext.registry import parse_method  # noqa: E402
 
 VOCAB_SIZE = 1024
 WINDOW = 256
@@ -259,20 +266,40 @@ def save_checkpoint(path: Path, state: dict[str, object]) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
+def trained_under(model: LlamaForCausalLM, spelled: str | None) -> dict[str, str]:
+    """Put the method into the model, if one is named, and return what the record says of it."""
+    if spelled is None:
+        return {}
+    extend(model, parse_method(spelled), context=WINDOW)
+    return {"method": spelled}
+
+
+def save(model: LlamaForCausalLM, out: Path) -> None:
+    """Write the model: as it is, or with the method that it was trained under, for rope_ext.load."""
+    if active_patch_table(model) is None:
+        out.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(out)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(save_extended(model, Path(folder) / "model", format=OWN_FORMAT), out, dirs_exist_ok=True)
+
+
 def write_card(directory: Path) -> None:
     """Write the model card beside the weights, every number in it from training.json."""
     record = json.loads((directory / "training.json").read_text())
+    method = record.get("method")
+    positions = f"trained from the first step under {method}; rope_ext.load opens it" if method else "theta 10000"
     final = record["final"]
     mixes = [", ".join(f"{task} {part:.0%}" for task, part in mix.items()) for _, _, mix in STAGES]
     stages = "\n".join(
         f"- {share:.0%} of the steps on {window} tokens: {mix}"
         for (share, window, _), mix in zip(STAGES, mixes, strict=True)
     )
-    (directory / "README.md").write_text(f"""# tiny: a LLaMA with a window of {WINDOW} tokens
+    (directory / "README.md").write_text(f"""# {directory.name}: a LLaMA with a window of {WINDOW} tokens
 
 A subject for measuring context extension on a CPU, bundled with rope-ext; of no other use. {record["parameters"]:,}
-parameters: hidden 128, 4 layers, 4 heads, 2 key-value heads, head_dim 32, theta 10000, tied embeddings; byte-level
-BPE of {VOCAB_SIZE:,} tokens, one token a digit.
+parameters: hidden 128, 4 layers, 4 heads, 2 key-value heads, head_dim 32, tied embeddings; {positions}.
+Byte-level BPE of {VOCAB_SIZE:,} tokens, one token a digit.
 
 Data: the Python {record["python"]} standard library's sources ({record["train_tokens"]:,} tokens) and recall tasks
 made on the fly. One source file in ten, chosen by a hash of its relative path (`evals.corpora.is_held_out`), was held
@@ -289,17 +316,18 @@ AdamW, peak rate 3e-3, 150 steps of warm-up, linear decay over the last third. T
 
 At the end: loss of the last step {final["loss"]:.3f} (all tasks, weighted); held-out text {final["text_nll"]:.3f} nats
 per token over the first {WINDOW} tokens of each file; passkey {final["passkey_128"]:.2f} at 128 tokens,
-{final["passkey_256"]:.2f} at 256 and {final["passkey_1024"]:.2f} at 1,024 (24 trials each, unscaled).
+{final["passkey_256"]:.2f} at 256 and {final["passkey_1024"]:.2f} at 1,024 (24 trials each, {method or "unscaled"}).
 
 Weights: SHA-256 `{record["weights_sha256"]}`.
 Apache-2.0; the text trained on is CPython's, under the PSF licence.
 """)
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "rope_ext" / "assets" / "tiny")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "pretrain-tiny", help="checkpoints and the log")
+    parser.add_argument("--method", help="train under this position method, as alibi (default: plain rotation)")
+    parser.add_argument("--out", type=Path, help="default: rope_ext/assets/tiny, or tiny-METHOD")
+    parser.add_argument("--work", type=Path, help="checkpoints; default: runs/pretrain-NAME")
     parser.add_argument("--tokens", type=float, default=36e6, help="training tokens in all")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -307,6 +335,13 @@ def main() -> None:
     parser.add_argument("--card", action="store_true", help="only write the model card of the model in --out again")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    args.out = args.out or ROOT / "rope_ext" / "assets" / ("tiny" if args.method is None else f"tiny-{args.method}")
+    args.work = args.work or ROOT / "runs" / f"pretrain-{args.out.name}"
+    return args
+
+
+def main() -> None:
+    args = parsed()
     if args.card:
         write_card(args.out)
         return
@@ -321,6 +356,7 @@ def main() -> None:
     train = [d for d in train if len(d) >= 16]
     windows = Windows(tokenizer, train, args.seed)
     model = make_model(tokenizer).to(args.device)
+    chosen = trained_under(model, args.method)
     num_steps = int(args.tokens // TOKENS_PER_STEP)
     sizes = {"train_tokens": sum(map(len, train)), "held_out_tokens": sum(map(len, held_out)), "num_steps": num_steps}
     sizes["parameters"] = sum(p.numel() for p in model.parameters())
@@ -335,8 +371,8 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first_step, seconds_before = state["step"], state["seconds"]
-        if state["asked"] != asked:
-            raise SystemExit(f"--resume: {checkpoint} was made with {state['asked']}, not {asked}; give those")
+        if state["asked"] != asked | chosen:
+            raise SystemExit(f"--resume: {checkpoint} was made with {state['asked']}, not {asked | chosen}; give those")
 
     def loss_of(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -370,19 +406,20 @@ def main() -> None:
                     "step": step + 1,
                     "seconds": seconds,
                     "loss": loss.item(),
-                    "asked": asked,
+                    "asked": asked | chosen,
                 },
             )
             print(json.dumps({"step": step + 1, "seconds": seconds, **evaluate(model, windows, held_out)}), flush=True)
 
     # From the checkpoint, so that a run resumed after its last step ends with the same record.
     last = torch.load(checkpoint, map_location=args.device, weights_only=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(args.out)
+    save(model, args.out)
     tokenizer.save_pretrained(args.out)
     digest = hashlib.sha256((args.out / "model.safetensors").read_bytes()).hexdigest()
     record = {
-        "command": "python scripts/pretrain_tiny.py " + " ".join(f"--{key} {value:g}" for key, value in asked.items()),
+        "command": "python scripts/pretrain_tiny.py "
+        + " ".join([*(f"--{k} {v}" for k, v in chosen.items()), *(f"--{k} {v:g}" for k, v in asked.items())]),
+        **chosen,
         "seed": args.seed,
         "tokens": num_steps * TOKENS_PER_STEP,
         **sizes,

@@ -112,11 +112,16 @@ def bench_table(name: str) -> str:
     run = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     lines = ["| | times faster, or smaller | ours | baseline | numbers apart by |", "|---|---:|---:|---:|---:|"]
     for row in run["results"]:
-        unit = "MB" if row["unit"] == "bytes" else row["unit"]
-        ours, baseline = (row[side] / (1e6 if unit == "MB" else 1) for side in ("ours", "baseline"))
+        ours, baseline = (_measured(row[side], row["unit"]) for side in ("ours", "baseline"))
         apart = "" if row["max_abs_difference"] is None else f"{row['max_abs_difference']:.0e}"
-        lines.append(f"| `{row['name']}` | {row['ratio']:.2f} | {ours:.3g} {unit} | {baseline:.3g} {unit} | {apart} |")
+        lines.append(f"| `{row['name']}` | {row['ratio']:.2f} | {ours} | {baseline} | {apart} |")
     return "\n".join([*lines, "", f"Medians of runs in turn. Commit `{run['commit']}`, {run['machine']}."])
+
+
+def _measured(value: float, unit: str) -> str:
+    if unit == "bytes":
+        value, unit = (value / 1e9, "GB") if value >= 1e9 else (value / 1e6, "MB")
+    return f"{value:.3g} {unit}"
 
 
 def finetune_table() -> str:
@@ -162,6 +167,7 @@ def filled(text: str) -> str:
         "smollm2": lambda: results_table("smollm2-135m"),
         "bench": lambda: bench_table("bench_evals"),
         "finetune": finetune_table,
+        "bench-training": lambda: bench_table("bench_training"),
     }
     for name, make in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", flags=re.DOTALL)

@@ -18,6 +18,8 @@ WINDOW = 64
 # the current length; tests/hf/test_lengths.py is about it.
 LENGTH_DEPENDENT = ("dynamic-ntk", "dynamic-yarn", reference.spell_factors(16, 4.0))
 STATIC = tuple(sorted(set(known_methods()) - {spelled.split(":")[0] for spelled in LENGTH_DEPENDENT}))
+# Those that a configuration of stock code, or a GGUF, can ask for
+IN_STOCK = tuple(name for name in STATIC if name != "alibi")
 
 
 def random_llama(**changes):

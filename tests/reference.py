@@ -6,6 +6,8 @@ the base, `L` the original window, `s` the factor: the papers' letters.
 
 import math
 
+import numpy as np
+
 
 def base(d, b):
     """RoFormer, section 3.2.2: theta_i = b^(-2(i-1)/d), i = 1 .. d/2."""
@@ -139,6 +141,38 @@ GEOMETRIES = (
 )
 
 
+def alibi_slopes(n):
+    """ALiBi authors' code, get_slopes: for a power of two a geometric sequence that starts at its own ratio.
+
+    Of other numbers the slopes of the power below, and then every second one of twice that power.
+    """
+    if math.log2(n).is_integer():
+        start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [start * start**i for i in range(n)]
+    below = 2 ** math.floor(math.log2(n))
+    return alibi_slopes(below) + alibi_slopes(2 * below)[0::2][: n - below]
+
+
+def alibi_attention(q, k, v, slopes, positions, first):
+    """ALiBi paper, section 3: softmax(q_i K^T + m [-(i-1), ..., -1, 0]) for one head, float64.
+
+    `q` holds the queries from number `first` on, (queries, d); `k` and `v` all keys, (keys, d); a key that a query
+    may not see has the position None.
+    """
+    q, k, v = (np.asarray(each, dtype=np.float64) for each in (q, k, v))
+    out = np.zeros((len(q), v.shape[1]))
+    for row, query in enumerate(q):
+        i = first + row
+        seen = [j for j in range(i + 1) if positions[j] is not None]
+        if not seen or positions[i] is None:
+            continue
+        logits = k[seen] @ query / math.sqrt(len(query))
+        logits -= slopes * np.array([positions[i] - positions[j] for j in seen], dtype=np.float64)
+        weights = np.exp(logits - logits.max())
+        out[row] = weights @ v[seen] / weights.sum()
+    return out
+
+
 def goldens():
     """Return {method: {"geometry" or "geometry@tokens": {"inv_freq": [...], "attention_scale": x}}}.
 
@@ -161,6 +195,7 @@ def goldens():
             "p-rope": (p_rope(d, b, 0.75), 1.0),
             "p-rope:fraction=0.3": (p_rope(d, b, 0.3), 1.0),
             "nope": ([0.0] * (d // 2), 1.0),
+            "alibi": ([0.0] * (d // 2), 1.0),
             "llama3": (llama3(d, b, L, s), 1.0),
             "llama3:low_freq_factor=2:high_freq_factor=8": (llama3(d, b, L, s, 2.0, 8.0), 1.0),
             "resonance": (resonance(base(d, b)), 1.0),

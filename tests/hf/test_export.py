@@ -12,10 +12,10 @@ from rope_ext import ExportError, Linear, Yarn, extend, load_model, save_extende
 from rope_ext.export import extend_from_record
 from rope_ext.plan import label
 from rope_ext.registry import parse_method
-from tests.conftest import LENGTH_DEPENDENT, STATIC, WINDOW, logits_of, random_llama
+from tests.conftest import IN_STOCK, LENGTH_DEPENDENT, WINDOW, logits_of, random_llama
 
 SPELLED = [
-    *STATIC,
+    *IN_STOCK,
     LENGTH_DEPENDENT[2],
     "abf:theta=160000",
     "yarn:beta_fast=16:truncate=false",

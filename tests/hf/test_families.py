@@ -22,7 +22,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rope_ext import ExportError, ModelError, Unscaled, Yarn, extend, save_extended
+from rope_ext import Alibi, ExportError, ModelError, Unscaled, Yarn, extend, extend_from_record, save_extended
+from rope_ext.hf import config_of_base
 from rope_ext.plan import label
 from rope_ext.registry import parse_method
 from rope_ext.stock import FAMILIES
@@ -84,6 +85,17 @@ def test_identity_is_bit_equal(kind, ids):
 def test_takes_effect_and_reloads_with_the_same_logits(kind, ids, tmp_path, spelled):
     model = MODELS[kind]()
     before = logits_of(model, ids)
+    if spelled == "alibi":
+        with extend(model, Alibi(), factor=4):
+            ours = logits_of(model, ids)
+            path = save_extended(model, tmp_path / "out", format="rope-ext")
+        assert (ours - before).abs().max() > 0.01
+        assert torch.equal(logits_of(model, ids), before)
+        read = AutoModelForCausalLM.from_pretrained(path, config=config_of_base(str(path))).eval()
+        assert torch.equal(logits_of(read, ids), before)
+        with extend_from_record(read, path):
+            assert torch.equal(logits_of(read, ids), ours)
+        return
     if kind == "phi3" and spelled in {"nope", "p-rope"}:
         # Phi-3's configuration knows longrope alone, which divides and cannot stop a pair.
         with extend(model, parse_method(spelled), factor=4):

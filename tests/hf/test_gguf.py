@@ -14,9 +14,9 @@ from rope_ext import ContextError, ExportError, Linear, MethodError, Ntk, Yarn, 
 from rope_ext.gguf import extend_gguf, save_gguf
 from rope_ext.plan import label
 from rope_ext.registry import parse_method
-from tests.conftest import LENGTH_DEPENDENT, STATIC, WINDOW, random_llama
+from tests.conftest import IN_STOCK, LENGTH_DEPENDENT, WINDOW, random_llama
 
-SPELLED = [*STATIC, "yarn:beta_fast=16:attention_scale=1.3", "yarn:ramp=rotations", "resonance:over=p-rope"]
+SPELLED = [*IN_STOCK, "yarn:beta_fast=16:attention_scale=1.3", "yarn:ramp=rotations", "resonance:over=p-rope"]
 
 
 def read(path):
@@ -299,3 +299,12 @@ def test_a_file_that_reads_otherwise_is_not_kept(llama, tmp_path, monkeypatch):
     with extend(llama, Yarn(), factor=4), pytest.raises(ExportError, match="other frequencies"):
         save_gguf(llama, tmp_path / "out.gguf")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bias_is_not_written_as_if_there_were_none(source, tmp_path):
+    model = random_llama()
+    with extend(model, parse_method("alibi"), factor=4), pytest.raises(ExportError, match="adds a bias to attention"):
+        save_gguf(model, tmp_path / "out.gguf")
+    with pytest.raises(ExportError, match="adds a bias to attention"):
+        extend_gguf(source, tmp_path / "out.gguf", parse_method("alibi"), factor=4)
+    assert not (tmp_path / "out.gguf").exists()

@@ -1,6 +1,10 @@
 """The plain LLaMA block: parts by their formulas, the whole against transformers, and the trap of the two layouts."""
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,7 +17,7 @@ from rope_ext.layout import guess_layout, to_halves, to_neighbours
 from rope_ext.llama import FeedForward, Llama, LlamaShape, RMSNorm, rotate, turns
 from rope_ext.meta import ffn_width
 from rope_ext.registry import parse_method
-from tests.conftest import STATIC, logits_of, random_llama
+from tests.conftest import IN_STOCK, logits_of, random_llama
 from tests.hf.meta_files import meta_weights, neighbours
 
 # Both sides are fp32 and add in other orders; logits of order 10, the differences seen are below 7e-5.
@@ -75,7 +79,7 @@ def test_without_the_permutation_the_model_is_ruined(llama, ids):
     assert worst(ruined[:, 0], expected[:, 0]) <= TOLERANCE, "the first token is turned by nothing"
 
 
-@pytest.mark.parametrize("spelled", [*STATIC, "yarn:attention_scale=1.2"])
+@pytest.mark.parametrize("spelled", [*IN_STOCK, "yarn:attention_scale=1.2"])
 def test_a_stretched_model_equals_the_block_with_its_frequencies(llama, ids, spelled):
     with extend(llama, parse_method(spelled), factor=4) as patch:
         expected = logits_of(llama, ids)
@@ -242,3 +246,19 @@ def test_impossible_shapes(change, message):
 def test_frequencies_that_do_not_fit(llama):
     with pytest.raises(GeometryError, match="5 frequencies do not fit head_dim 16; it must have 8"):
         Llama(shape_of(llama), inv_freq=torch.ones(5))
+
+
+def test_the_lab_of_positions_shows_what_it_says():
+    """What a rotation, a learned table and ALiBi know of distance; the figures that scripts/lab_rope.py prints."""
+    path = Path(__file__).resolve().parents[2] / "scripts" / "lab_rope.py"
+    done = subprocess.run([sys.executable, str(path), "--json"], check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    offsets = {"0", "1", "7", "63", "200"}
+    for name in ("rope_pair", "rope_head", "table", "alibi"):
+        assert set(found[name]) == offsets
+    assert max(found["rope_pair"].values()) < 3e-6  # 512 fp32 angles of one pair
+    assert max(found["rope_head"].values()) < 5e-5  # 16 pairs of them
+    assert min(found["table"].values()) > 1e5 * max(found["rope_head"].values())
+    assert found["table_past_its_length"] == "no entry past its length"
+    assert max(found["alibi"].values()) < 2e-5
+    assert found["alibi_off_the_formula"] < 2e-5

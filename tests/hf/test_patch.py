@@ -34,7 +34,7 @@ from rope_ext.hf import read_geometry
 from rope_ext.plan import StaticMethod, label
 from rope_ext.registry import parse_method
 from rope_ext.tables import ExtendedRotaryEmbedding
-from tests.conftest import LENGTH_DEPENDENT, STATIC, WINDOW, logits_of, random_llama
+from tests.conftest import IN_STOCK, LENGTH_DEPENDENT, STATIC, WINDOW, logits_of, random_llama
 
 # transformers 5.24 renamed the keyword and warns about the old one
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
@@ -44,7 +44,7 @@ STATIC_VARIANTS = [
     for spelled in (*STATIC, "yarn:ramp=rotations", "resonance:over=yarn", "resonance:over=linear")
 ]
 # They change a model even where nothing is stretched: pairs stopped, wavelengths rounded, lists that are not all 1.
-NO_IDENTITY = {"nope", "p-rope", "resonance", "longrope"}
+NO_IDENTITY = {"alibi", "nope", "p-rope", "resonance", "longrope"}
 
 
 @pytest.mark.parametrize("chosen", [m for m in ALL if m.name not in NO_IDENTITY], ids=label)
@@ -77,7 +77,7 @@ def test_a_patch_takes_effect_and_undo_restores_every_bit(llama, ids, chosen):
     assert llama.config.to_dict() == config
 
 
-@pytest.mark.parametrize("chosen", STATIC_VARIANTS, ids=label)
+@pytest.mark.parametrize("chosen", [m for m in STATIC_VARIANTS if m.name in IN_STOCK], ids=label)
 def test_logits_equal_the_same_weights_under_stock_code(ids, chosen):
     """Second oracle: transformers' own formulas, told by configuration, on the same weights."""
     live = random_llama()
@@ -444,7 +444,9 @@ class Custom(StaticMethod):
             "nan": PositionPlan(inv_freq=inv_freq * torch.nan),
             "negative": PositionPlan(inv_freq=-inv_freq),
             "scale": PositionPlan(inv_freq=inv_freq, attention_scale=0.0),
-            "slopes": PositionPlan(inv_freq=inv_freq, alibi_slopes=torch.ones(4)),
+            "few slopes": PositionPlan(inv_freq=inv_freq, alibi_slopes=torch.ones(3)),
+            "negative slopes": PositionPlan(inv_freq=inv_freq, alibi_slopes=-torch.ones(4)),
+            "both": PositionPlan(inv_freq=inv_freq, alibi_slopes=torch.full((4,), 0.02)),
             "stopped": PositionPlan(inv_freq=torch.cat((inv_freq[:1], 0 * inv_freq[1:2], inv_freq[2:]))),
         }.get(self.broken, PositionPlan(inv_freq=inv_freq, attention_scale=1.2))
 
@@ -457,7 +459,8 @@ class Custom(StaticMethod):
         ("nan", "negative or not finite"),
         ("negative", "negative or not finite"),
         ("scale", "negative or not finite"),
-        ("slopes", "ALiBi slopes, which no patch supports yet"),
+        ("few slopes", r"slopes \(3,\) in torch.float32; it must be \(4,\)"),
+        ("negative slopes", "a slope that is negative or not finite"),
     ],
 )
 def test_methods_that_cannot_be_carried_out(llama, ids, broken, words):
@@ -466,6 +469,16 @@ def test_methods_that_cannot_be_carried_out(llama, ids, broken, words):
         extend(llama, Custom(broken), factor=2)
     assert torch.equal(logits_of(llama, ids), before)
     assert llama.config.to_dict() == config
+
+
+def test_a_method_that_turns_and_biases_does_both_and_is_not_written_as_one_that_turns(llama, ids, tmp_path):
+    with extend(llama, Custom("both"), factor=2):
+        both = logits_of(llama, ids)
+        assert llama.config.rope_parameters["rope_type"] == "rope-ext"
+        with pytest.raises(ExportError, match="the bias that it adds to attention"):
+            save_extended(llama, tmp_path / "out")
+    with extend(llama, Custom(), factor=2):
+        assert (logits_of(llama, ids) - both).abs().max() > 0.1
 
 
 def test_a_method_without_any_stock_form_patches_and_does_not_export(llama, ids, tmp_path):

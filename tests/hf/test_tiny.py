@@ -46,15 +46,15 @@ def accuracy_at(model, tokenizer, length, num_trials):
 def test_it_is_small_and_complete(tiny):
     model, tokenizer = tiny
     assert 0.85e6 < sum(p.numel() for p in model.parameters()) < 0.95e6
-    assert sum(f.stat().st_size for f in BUNDLED.iterdir()) < 4e6
+    assert sum(f.stat().st_size for f in BUNDLED["tiny"].iterdir()) < 4e6
     config = model.config
     shape = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
     assert shape == (128, 4, 4, 2)
     assert (config.head_dim, config.rope_parameters["rope_theta"], config.max_position_embeddings) == (32, 1e4, WINDOW)
     assert len(tokenizer) == 1024
     assert len(corpora.encode(tokenizer, "90210")) == 5
-    record = json.loads((BUNDLED / "training.json").read_text())
-    card = (BUNDLED / "README.md").read_text()
+    record = json.loads((BUNDLED["tiny"] / "training.json").read_text())
+    card = (BUNDLED["tiny"] / "README.md").read_text()
     assert record["command"] in card
     assert record["weights_sha256"] in card
 

@@ -13,12 +13,12 @@ from rope_ext import extend, save_extended
 from rope_ext.export import portability
 from rope_ext.plan import label
 from rope_ext.registry import parse_method
-from tests.conftest import LENGTH_DEPENDENT, STATIC, WINDOW, logits_of, random_llama
+from tests.conftest import IN_STOCK, LENGTH_DEPENDENT, WINDOW, logits_of, random_llama
 
 VERSION = "4.57.6"
 PINS = (f"transformers=={VERSION}", "tokenizers==0.22.2", "huggingface_hub==0.36.2")
 SPELLED = (
-    *STATIC,
+    *IN_STOCK,
     LENGTH_DEPENDENT[2],
     "yarn:beta_fast=16:truncate=false",
     "yarn:attention_scale=1.1",

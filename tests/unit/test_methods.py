@@ -25,7 +25,7 @@ CASES = [(spelled, place) for spelled, rows in GOLDEN.items() for place in rows]
 # Methods that follow the length, and those that change a model even where nothing is stretched: some stop pairs,
 # resonance rounds. longrope is nothing without the lists that a search found.
 DYNAMIC = {"dynamic-ntk", "dynamic-yarn"}
-NO_IDENTITY = {"nope", "p-rope", "resonance", "longrope"}
+NO_IDENTITY = {"alibi", "nope", "p-rope", "resonance", "longrope"}
 INTERPOLATING = sorted(set(known_methods()) - NO_IDENTITY - DYNAMIC - {"abf"})
 
 
@@ -449,7 +449,9 @@ def test_a_smaller_window_than_the_original_is_refused(name):
         chosen.plan(rope, context=128, seq_len=1)
 
 
-@pytest.mark.parametrize("name", sorted(set(known_methods()) - {"unscaled", "linear", "nope", "p-rope", "resonance"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(known_methods()) - {"alibi", "unscaled", "linear", "nope", "p-rope", "resonance"})
+)
 def test_methods_that_need_a_plain_base_refuse_a_scaled_one(name):
     rope = RopeGeometry(head_dim=16, theta=1e4, original_context=256, inv_freq=base_inv_freq(16, 1e4) / 2)
     with pytest.raises(MethodError, match="already scaled"):

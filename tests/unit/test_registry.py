@@ -51,7 +51,7 @@ def test_spelling_names_only_what_differs():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("yran", "'yran' is not a method; did you mean 'yarn'?.*known: abf, dynamic-ntk"),
+        ("yran", "'yran' is not a method; did you mean 'yarn'?.*known: abf, alibi, dynamic-ntk"),
         ("zzz", "'zzz' is not a method; known:"),
         ("yarn:beta_fats=16", "'beta_fats' is not a hyper-parameter; did you mean 'beta_fast'?"),
         ("linear:factor=2", "linear: 'factor' is not a hyper-parameter; it has none"),

@@ -1,0 +1,592 @@
+"""ALiBi on a live model, against the whole bias written out and against an independent float64 one."""
+
+import inspect
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers.masking_utils import find_packed_sequence_indices
+
+import rope_ext
+from rope_ext import Alibi, Yarn, attention, extend, save_extended
+from rope_ext.attention import BLOCK, PATH, Bias, Rows, alibi_attention
+from rope_ext.errors import ExportError, MethodError, ModelError, PatchError
+from rope_ext.hf import BUNDLED
+from rope_ext.methods.alibi import geometric_slopes
+from rope_ext.registry import parse_method
+from tests import reference
+from tests.conftest import WINDOW, logits_of, random_llama
+
+LONG = 3 * WINDOW
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED["tiny"])
+
+
+@pytest.fixture
+def alibi(llama):
+    with extend(llama, Alibi(), context=LONG):
+        yield llama
+
+
+def drawn(heads, kv_heads, queries, keys, size=16, batch=1, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((batch, heads, queries, size), (batch, kv_heads, keys, size), (batch, kv_heads, keys, size))
+    return [scale * torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def rows_of(q, k, v, slopes, *, mask=None, positions=None):
+    positions = torch.arange(k.shape[2])[None] if positions is None else positions
+    return Rows(q, k, v, mask, positions, torch.tensor(slopes), q.shape[-1] ** -0.5, 0.0)
+
+
+def in_float64(q, k, v, slopes, positions=None):
+    """Return the paper's attention, every head and row by itself."""
+    batch, heads, queries, _ = q.shape
+    groups, keys = heads // k.shape[1], k.shape[2]
+    out = np.zeros(q.shape)
+    for b in range(batch):
+        own = list(range(keys)) if positions is None else positions[b]
+        for h in range(heads):
+            out[b, h] = reference.alibi_attention(
+                q[b, h], k[b, h // groups], v[b, h // groups], slopes[h], own, keys - queries
+            )
+    return torch.from_numpy(out)
+
+
+# --- slopes
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16, 20, 32, 40, 64, 71])
+def test_slopes_are_those_of_the_authors_code_for_every_head_count(heads):
+    assert geometric_slopes(heads) == pytest.approx(reference.alibi_slopes(heads), rel=1e-12)
+
+
+def test_slopes_of_12_heads_in_figures():
+    first = [2.0**-k for k in range(1, 9)]
+    between = [0.7071067811865476, 0.3535533905932738, 0.1767766952966369, 0.08838834764831845]
+    assert geometric_slopes(12) == pytest.approx([*first, *between], rel=1e-12)
+
+
+@pytest.mark.parametrize("slopes", ["0.5;0.25;0.1;0.3", (0.5, 0.25, 0.1, 0.3), [0.5, 0.25, 0.1, 0.3]])
+def test_slopes_can_be_given_as_text_or_numbers(llama, slopes):
+    method = rope_ext.method("alibi", slopes=slopes)
+    assert method == Alibi(slopes=(0.5, 0.25, 0.1, 0.3))
+    with extend(llama, method, context=LONG) as patch:
+        assert patch.plan.alibi_slopes.tolist() == torch.tensor([0.5, 0.25, 0.1, 0.3]).tolist()
+
+
+@pytest.mark.parametrize("slopes", ["steep", "0.5;x", "", (), (0.5, -1.0), (0.5, float("inf")), (0.0,)])
+def test_slopes_that_are_none_are_refused_by_name(slopes):
+    with pytest.raises(MethodError, match="slopes"):
+        Alibi(slopes=slopes)
+
+
+def test_slopes_for_another_number_of_heads_are_refused(llama):
+    with pytest.raises(MethodError, match="3 slopes for 4 attention heads"):
+        extend(llama, Alibi(slopes=(0.5, 0.25, 0.1)), context=LONG)
+
+
+# --- the function
+
+
+@pytest.fixture
+def plain_flex(monkeypatch):
+    """Compiling it takes a minute here; the plain form reads the same score_mod."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention, "_flex_attention", lambda: flex_attention)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (8, 8), (8, 1), (12, 4), (40, 8)], ids=str)
+@pytest.mark.parametrize("path", ["folded", "dense", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.usefixtures("plain_flex")
+def test_every_path_gives_the_papers_attention(path, heads, kv_heads):
+    queries = BLOCK + 60 if (heads, kv_heads) == (6, 2) else 70
+    q, k, v = drawn(heads, kv_heads, queries, queries)
+    slopes = geometric_slopes(heads)
+    got = attention.PATHS[path](rows_of(q, k, v, slopes))
+    assert (got.double() - in_float64(q, k, v, slopes)).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("path", ["folded", "dense", "flex"])
+@pytest.mark.parametrize("queries", [1, 7, 33])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.usefixtures("plain_flex")
+def test_the_last_query_sees_the_last_key_behind_a_cache(path, queries):
+    q, k, v = drawn(6, 3, queries, 90)
+    slopes = geometric_slopes(6)
+    got = attention.PATHS[path](rows_of(q, k, v, slopes))
+    assert (got.double() - in_float64(q, k, v, slopes)).abs().max() < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own compiler
+def test_flex_compiles_on_a_cpu():
+    q, k, v = drawn(4, 2, 40, 90)
+    slopes = geometric_slopes(4)
+    assert (attention.flex(rows_of(q, k, v, slopes)).double() - in_float64(q, k, v, slopes)).abs().max() < 3e-6
+
+
+def test_16k_keys_are_as_exact_in_fp32_as_a_few():
+    keys, queries = 16_384, 24
+    q, k, v = drawn(8, 8, queries, keys, size=32)
+    slopes = geometric_slopes(8)
+    wanted = in_float64(q, k, v, slopes)
+    folded = (attention.folded(rows_of(q, k, v, slopes)).double() - wanted).abs().max()
+    assert folded < 3e-6
+    # What the positions' common origin is for: counted from 0 the same is off by more than ten times that
+    far = Rows(q, k, v, None, torch.arange(keys)[None], torch.tensor(slopes), 32**-0.5, 0.0)
+    terms = torch.arange(keys).float()[None, :, None]
+    query = torch.cat((q, attention._query_terms(far).expand(1, -1, queries, -1)), dim=-1)
+    naive = attention._block(query, k, F.pad(v, (0, 1)), terms, None, far)[..., :32]
+    assert (naive.double() - wanted).abs().max() > 10 * folded
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [8, 12])
+@pytest.mark.parametrize("keys", [300, 16_384])
+def test_half_precision_rounds_values_and_not_positions(dtype, heads, keys):
+    q, k, v = (each.to(dtype) for each in drawn(heads, heads // 4, 8, keys, size=32))
+    slopes = geometric_slopes(heads)
+    wanted = in_float64(*(each.double() for each in (q, k, v)), slopes)
+    error = (attention.folded(rows_of(q, k, v, slopes)).double() - wanted).abs().max()
+    plain = F.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True).double()
+    exact = F.scaled_dot_product_attention(*(each.double() for each in (q[:, :, -1:], k, v)), enable_gqa=True)
+    ordinary = max(float((plain - exact).abs().max()), 2.0 * float(torch.finfo(dtype).eps))
+    assert error < 6 * ordinary  # positions in this dtype would be off by whole units
+
+
+def test_autocast_does_not_round_positions():
+    """Under autocast queries come in fp32, and attention itself would round them, positions and all."""
+    module = torch.nn.Module()
+    slopes = geometric_slopes(4)
+    setattr(module, attention.HOLDER, Bias(torch.tensor(slopes), "sdpa"))
+    q, k, v = drawn(4, 2, 8, 1500, size=32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = alibi_attention(module, q, k, v.bfloat16(), None)
+    assert out.dtype == torch.bfloat16
+    assert (out.transpose(1, 2).double() - in_float64(q, k, v, slopes)).abs().max() < 0.03
+
+
+def test_gradients_are_those_of_the_dense_form_however_many_blocks():
+    for blocks in (1, attention.KEPT_BLOCKS + 1):
+        q, k, v = (each.requires_grad_() for each in drawn(6, 2, BLOCK * blocks - 40, BLOCK * blocks - 40, size=8))
+        slopes = geometric_slopes(6)
+        weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(7))
+        (attention.folded(rows_of(q, k, v, slopes)) * weight).sum().backward()
+        found = [each.grad for each in (q, k, v)]
+        double = [each.detach().double().requires_grad_() for each in (q, k, v)]
+        (attention.dense(rows_of(*double, slopes)) * weight).sum().backward()
+        for mine, exact in zip(found, double, strict=True):
+            assert (mine - exact.grad).abs().max() < 2e-5 * max(1.0, float(exact.grad.abs().max()))
+
+
+def test_no_bias_of_all_queries_and_keys_is_ever_made(monkeypatch):
+    seen = []
+    own = F.scaled_dot_product_attention
+
+    def watch(*args, **kwargs):
+        seen.append(kwargs["attn_mask"])
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    length = 3 * BLOCK
+    attention.folded(rows_of(*drawn(8, 2, length, length, size=8), geometric_slopes(8)))
+    masks = [mask for mask in seen if mask is not None]
+    assert len(seen) == 3
+    assert max(mask.numel() for mask in masks) <= BLOCK * length  # no factor of heads, and rows of one block alone
+    assert all(mask.dtype == torch.bool for mask in masks)
+
+
+# --- on a model
+
+
+def test_the_whole_model_agrees_with_the_dense_form(alibi, ids, monkeypatch):
+    folded = logits_of(alibi, ids)
+    monkeypatch.setenv(PATH, "dense")
+    assert (folded - logits_of(alibi, ids)).abs().max() < 2e-4
+    monkeypatch.delenv(PATH)
+    alibi.set_attn_implementation("sdpa")  # and the bias matters
+    assert (folded - logits_of(alibi, ids)).abs().max() > 0.1
+    alibi.set_attn_implementation(attention.NAME)
+
+
+def test_padding_on_either_side_and_rows_of_unequal_length_change_nothing(alibi, ids):
+    row = ids[:1, :100]
+    alone = logits_of(alibi, row)
+    for left in (True, False):
+        padded = torch.zeros(2, 150, dtype=torch.long)
+        mask = torch.zeros(2, 150, dtype=torch.long)
+        where = slice(50, 150) if left else slice(0, 100)
+        padded[0, where], mask[0, where] = row[0], 1
+        padded[1], mask[1] = ids[1, :150], 1
+        with torch.no_grad():
+            out = alibi(input_ids=padded, attention_mask=mask).logits
+        assert (out[0, where] - alone[0]).abs().max() < 2e-4
+        assert (out[1] - logits_of(alibi, ids[1:2, :150])[0]).abs().max() < 2e-4
+
+
+@torch.no_grad()
+def test_cached_decoding_gives_the_logits_of_the_whole_at_every_step(alibi, ids):
+    whole = logits_of(alibi, ids[:, :80])
+    cache = DynamicCache(config=alibi.config)
+    out = alibi(input_ids=ids[:, :50], use_cache=True, **{CACHE: cache})
+    assert (out.logits - whole[:, :50]).abs().max() < 2e-4
+    for step in range(50, 80):
+        out = alibi(input_ids=ids[:, step : step + 1], use_cache=True, **{CACHE: cache})
+        assert (out.logits[:, 0] - whole[:, step]).abs().max() < 2e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("left", [True, False])
+def test_rows_of_unequal_length_decode_from_a_cache_as_alone(alibi, ids, left):
+    """Padding on the right leaves a gap in the cache, which counts as no distance."""
+    short, long = ids[0, :30], ids[1, :50]
+    tokens, mask = torch.zeros(2, 50, dtype=torch.long), torch.zeros(2, 50, dtype=torch.long)
+    where = slice(20, 50) if left else slice(0, 30)
+    tokens[0, where], mask[0, where], tokens[1], mask[1] = short, 1, long, 1
+    cache = DynamicCache(config=alibi.config)
+    alibi(input_ids=tokens, attention_mask=mask, use_cache=True, **{CACHE: cache})
+    for step in range(10):
+        new = torch.stack((ids[0, 30 + step], ids[1, 50 + step]))[:, None]
+        mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.long)), dim=1)
+        position = torch.tensor([[30 + step], [50 + step]])
+        out = alibi(input_ids=new, attention_mask=mask, position_ids=position, use_cache=True, **{CACHE: cache}).logits
+        for row, end in ((0, 31 + step), (1, 51 + step)):
+            assert (out[row, 0] - logits_of(alibi, ids[row : row + 1, :end])[0, -1]).abs().max() < 2e-4
+
+
+@torch.no_grad()
+def test_a_cache_is_numbered_as_the_new_tokens_are(alibi, ids):
+    """Without position_ids transformers numbers columns, padding and all; a cache has to end at the same logits."""
+    tokens = ids[:1, :60]
+    mask = torch.ones_like(tokens)
+    mask[:, 20:30] = 0
+    whole = alibi(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    cache = DynamicCache(config=alibi.config)
+    alibi(input_ids=tokens[:, :40], attention_mask=mask[:, :40], use_cache=True, **{CACHE: cache})
+    for end in (41, 60):
+        start = cache.get_seq_length()
+        more = {CACHE: cache, "use_cache": True}
+        out = alibi(input_ids=tokens[:, start:end], attention_mask=mask[:, :end], **more).logits
+        assert (out - whole[:, start:end]).abs().max() < 2e-4
+
+
+@torch.no_grad()
+def test_positions_left_out_behind_a_cache_are_refused(alibi, ids):
+    cache = DynamicCache(config=alibi.config)
+    alibi(input_ids=ids[:1, :20], use_cache=True, **{CACHE: cache})
+    with pytest.raises(PatchError, match="a token at position 50 follows 20 cached ones"):
+        alibi(input_ids=ids[:1, 20:21], position_ids=torch.tensor([[50]]), use_cache=True, **{CACHE: cache})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_chunked_prefill_is_the_whole(alibi, ids, padded):
+    whole = logits_of(alibi, ids)
+    pad = 13 if padded else 0
+    tokens = F.pad(ids, (pad, 0))
+    mask = F.pad(torch.ones_like(ids), (pad, 0))
+    cache = DynamicCache(config=alibi.config)
+    parts = []
+    for start in range(0, tokens.shape[1], 60):
+        end = min(start + 60, tokens.shape[1])
+        more = {"attention_mask": mask[:, :end]} if padded else {}
+        parts.append(alibi(input_ids=tokens[:, start:end], use_cache=True, **{CACHE: cache}, **more).logits)
+    assert (torch.cat(parts, dim=1)[:, pad:] - whole).abs().max() < 2e-4
+
+
+@torch.no_grad()
+def test_a_static_cache_with_room_to_spare_decodes_the_same(alibi, ids):
+    whole = logits_of(alibi, ids[:, :40])
+    cache = StaticCache(config=alibi.config, max_cache_len=100)
+    out = alibi(input_ids=ids[:, :30], use_cache=True, **{CACHE: cache}).logits
+    assert (out - whole[:, :30]).abs().max() < 2e-4
+    for step in range(30, 40):
+        out = alibi(input_ids=ids[:, step : step + 1], use_cache=True, **{CACHE: cache}).logits
+        assert (out[:, 0] - whole[:, step]).abs().max() < 2e-4
+
+
+def test_generate_is_the_argmax_of_whole_forwards_also_by_beams(alibi, ids):
+    prompt = ids[:, :40]
+    plain = alibi.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    told = prompt
+    for _ in range(8):
+        told = torch.cat((told, logits_of(alibi, told)[:, -1].argmax(-1, keepdim=True)), dim=1)
+    assert torch.equal(plain, told)
+    asked = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 5, "num_beams": 3, "do_sample": False}
+    cached, whole = (alibi.generate(prompt, use_cache=use, **asked) for use in (True, False))
+    assert torch.equal(cached, whole)
+
+
+@torch.no_grad()
+def test_skipped_positions_count_as_distance_and_packed_documents_do_not_see_each_other(alibi, ids):
+    row = ids[:1, :60]
+    skipped = torch.cat((torch.arange(30), torch.arange(30) + 100))[None]
+    mask = torch.ones_like(row)
+    far = alibi(input_ids=row, position_ids=skipped, attention_mask=mask, use_cache=False).logits
+    near = alibi(input_ids=row, attention_mask=mask, use_cache=False).logits
+    assert (far[:, :30] - near[:, :30]).abs().max() < 1e-5
+    assert (far[:, 30:] - near[:, 30:]).abs().max() > 0.05
+    packed = torch.cat((torch.arange(25), torch.arange(35)))[None]
+    assert find_packed_sequence_indices(packed) is not None
+    together = alibi(input_ids=row, position_ids=packed, use_cache=False).logits
+    assert (together[:, 25:] - logits_of(alibi, row[:, 25:])).abs().max() < 2e-4
+    other = row.clone()
+    other[:, :25] = (other[:, :25] + 1) % 96
+    changed = alibi(input_ids=other, position_ids=packed, use_cache=False).logits
+    assert torch.equal(changed[:, 25:], together[:, 25:])
+
+
+def test_training_moves_the_weights_as_the_dense_form_does(ids, monkeypatch):
+    found = []
+    for path in ("folded", "dense"):
+        monkeypatch.setenv(PATH, path)
+        model = random_llama().train()
+        extend(model, Alibi(), context=LONG)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() < 1e-4 * max(1.0, float(other.abs().max()))
+
+
+def test_undo_restores_the_model_bit_by_bit_however_patches_lie(llama, ids):
+    before, implementation = logits_of(llama, ids), llama.config._attn_implementation
+    outer = extend(llama, Alibi(), context=LONG)
+    with_bias = logits_of(llama, ids)
+    inner = extend(llama, Yarn(), context=LONG)  # lies over the bias and knows none
+    assert llama.config._attn_implementation == implementation
+    over = logits_of(llama, ids)
+    inner.undo()
+    assert torch.equal(logits_of(llama, ids), with_bias)
+    outer.undo()
+    assert torch.equal(logits_of(llama, ids), before)
+    with extend(llama, Yarn(), context=LONG):
+        assert torch.equal(logits_of(llama, ids), over)
+        with pytest.raises(RuntimeError, match="on purpose"), extend(llama, Alibi(), context=LONG):
+            raise RuntimeError("on purpose")
+        assert torch.equal(logits_of(llama, ids), over)
+    assert torch.equal(logits_of(llama, ids), before)
+    assert llama.config._attn_implementation == implementation
+    assert not any(attention.HOLDER in vars(module) for module in llama.modules())
+
+
+def test_a_copy_of_the_model_is_undone_by_itself(llama, ids):
+    import copy
+
+    before = logits_of(llama, ids)
+    patch = extend(llama, Alibi(), context=LONG)
+    with_bias = logits_of(llama, ids)
+    twin = copy.deepcopy(llama)
+    twin.model.rotary_emb.patch.undo()
+    assert torch.equal(logits_of(twin, ids), before)
+    assert torch.equal(logits_of(llama, ids), with_bias)
+    patch.undo()
+
+
+def test_slopes_stay_exact_when_the_model_is_rounded(llama):
+    with extend(llama, Alibi(slopes=(0.3, 0.1, 0.07, 0.01)), context=LONG):
+        llama.to(torch.bfloat16)
+        bias = attention.bias_in(llama.model)
+        assert bias.on(torch.device("cpu")).dtype == torch.float32
+        assert bias.slopes.tolist() == torch.tensor([0.3, 0.1, 0.07, 0.01]).tolist()
+
+
+def test_attention_that_takes_no_bias_is_found_out(llama, monkeypatch):
+    monkeypatch.setattr(
+        attention,
+        "choose_path",
+        lambda rows, _ids: lambda _: attention.folded(rows._replace(slopes=torch.zeros_like(rows.slopes))),
+    )
+    with pytest.raises(PatchError, match="takes no bias"):
+        extend(llama, Alibi(), context=LONG)
+    assert not any(attention.HOLDER in vars(module) for module in llama.modules())
+
+
+# --- which path
+
+
+def test_paths_are_chosen_by_device_and_packages(monkeypatch):
+    q, k, v = drawn(2, 2, 4, 4)
+    rows = rows_of(q, k, v, geometric_slopes(2))
+    monkeypatch.delenv(PATH, raising=False)
+    assert attention.choose_path(rows) is attention.folded
+    monkeypatch.setenv(PATH, "dense")
+    assert attention.choose_path(rows) is attention.dense
+    monkeypatch.setenv(PATH, "fast")
+    with pytest.raises(PatchError, match=r"is 'fast'; it names one of folded, flash, flex, dense"):
+        attention.choose_path(rows)
+    monkeypatch.setenv(PATH, "flash")
+    with pytest.raises(PatchError, match="needs the package flash-attn, a CUDA device"):
+        attention.choose_path(rows)
+
+
+class OnGpu:
+    """A stand-in for a tensor on a GPU, of which this machine has none: what `choose_path` asks of it."""
+
+    is_cuda = True
+
+    def __init__(self, dtype, size=16):
+        self.dtype, self.shape = dtype, (1, 2, 4, size)
+
+
+def test_flash_is_taken_on_a_gpu_in_half_precision_and_without_masks(monkeypatch):
+    monkeypatch.delenv(PATH, raising=False)
+    monkeypatch.setattr(attention, "flash_function", lambda: len)
+    rows = rows_of(*drawn(2, 2, 4, 4), geometric_slopes(2))
+    half = rows._replace(query=OnGpu(torch.bfloat16))
+    assert attention.choose_path(half, torch.arange(4)[None]) is attention.flash
+    assert attention.choose_path(half, torch.tensor([[0, 1, 5, 6]])) is attention.folded
+    assert attention.choose_path(half._replace(mask=torch.ones(1, 1, 4, 4).bool())) is attention.folded
+    assert attention.choose_path(rows._replace(query=OnGpu(torch.float32))) is attention.folded
+    assert attention.choose_path(rows._replace(query=OnGpu(torch.bfloat16, 512))) is attention.folded
+    monkeypatch.setattr(attention, "flash_function", lambda: None)
+    assert attention.choose_path(half) is attention.folded
+
+
+@pytest.mark.parametrize(
+    "package", [{}, {"flash_attn_func": lambda q, k, v, causal: None}], ids=["an empty folder", "without slopes"]
+)
+def test_packages_called_flash_attn_that_know_no_slopes_are_not_used(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(**package))
+    assert attention.flash_function.__wrapped__() is None
+
+
+def test_flash_is_given_slopes_scale_and_layout_as_its_documentation_has_them(monkeypatch):
+    """Not run on a GPU: the package is stood in for by its documented formula."""
+
+    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, alibi_slopes):
+        assert causal
+        assert dropout_p == 0.0
+        assert alibi_slopes.dtype == torch.float32
+        queries, keys = q.shape[1], k.shape[1]
+        i, j = torch.arange(queries)[:, None], torch.arange(keys)
+        bias = -alibi_slopes[:, None, None] * (i + keys - queries - j).abs()
+        bias = bias.masked_fill(j > i + keys - queries, -torch.inf)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], scale=softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    assert attention.flash_function.__wrapped__() is flash_attn_func
+    monkeypatch.setattr(attention, "flash_function", lambda: flash_attn_func)
+    slopes = geometric_slopes(6)
+    for queries in (20, 5):
+        q, k, v = drawn(6, 2, queries, 20)
+        rows = rows_of(q, k, v, slopes)
+        assert (attention.flash(rows).double() - in_float64(q, k, v, slopes)).abs().max() < 2e-6
+
+
+def test_what_no_path_can_do_is_refused():
+    module = torch.nn.Module()
+    q, k, v = drawn(2, 2, 4, 4)
+    with pytest.raises(PatchError, match="carries no slopes"):
+        alibi_attention(module, q, k, v, None)
+    setattr(module, attention.HOLDER, Bias(torch.tensor(geometric_slopes(2)), "sdpa"))
+    with pytest.raises(PatchError, match="looks ahead"):
+        alibi_attention(module, q, k, v, None, is_causal=False)
+    with pytest.raises(PatchError, match="no dropout"):
+        attention.flex(rows_of(q, k, v, geometric_slopes(2))._replace(dropout=0.1))
+    with pytest.raises(PatchError, match="forward only"):
+        attention.flex(rows_of(q.requires_grad_(), k, v, geometric_slopes(2)))
+
+
+# --- written and read
+
+
+def test_an_export_for_stock_code_is_refused_with_the_reason_and_the_way_out(alibi, tmp_path):
+    with pytest.raises(ExportError, match=r"the bias that it adds to attention; format=\"rope-ext\""):
+        save_extended(alibi, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_our_own_format_reads_back_the_same_logits_and_stock_code_refuses_it(alibi, ids, tmp_path, tokenizer):
+    wanted = logits_of(alibi, ids)
+    path = save_extended(alibi, tmp_path / "out", tokenizer=tokenizer, format="rope-ext")
+    with pytest.raises(KeyError, match="rope-ext"):
+        AutoModelForCausalLM.from_pretrained(path)
+    model, read = rope_ext.load(str(path), device="cpu")
+    assert torch.equal(logits_of(model, ids), wanted)
+    assert read.model_max_length == LONG
+    assert model.config.max_position_embeddings == LONG
+    record = json.loads((path / "rope_ext.json").read_text())
+    assert (record["format"], record["method"], record["context"]) == ("rope-ext", "alibi", LONG)
+    assert record["alibi_slopes"] == list(geometric_slopes(4))
+    plain, _ = rope_ext.load_model(str(path), device="cpu")  # what it was extended from
+    assert plain.config.max_position_embeddings == WINDOW
+    assert plain.config.rope_parameters["rope_type"] == "default"
+    with extend(plain, Alibi(), context=LONG):
+        assert torch.equal(logits_of(plain, ids), wanted)
+    model.model.rotary_emb.patch.undo()
+    again = save_extended_again(model, tmp_path / "again")
+    assert torch.equal(logits_of(rope_ext.load(str(again), device="cpu")[0], ids), wanted)
+
+
+def save_extended_again(model, folder):
+    with extend(model, Alibi(), context=LONG):
+        save_extended(model, folder, format="rope-ext")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((folder.parent / "out" / name).read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("spelled", ["dynamic-yarn", "yarn", "resonance:over=p-rope", "alibi:slopes=0.5;0.1;0.05;0.01"])
+def test_our_own_format_holds_any_method_also_over_a_scaled_base(spelled, ids, tmp_path, tokenizer):
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    model = random_llama(rope_parameters=scaled, max_position_embeddings=2 * WINDOW)
+    method = parse_method(spelled)
+    base = "checkpoint" if method.composes and spelled != "resonance:over=p-rope" else "original"
+    with extend(model, method, context=4 * WINDOW, base=base):
+        wanted = logits_of(model, ids)
+        path = save_extended(model, tmp_path / "out", tokenizer=tokenizer, format="rope-ext")
+    read, _ = rope_ext.load(str(path), device="cpu")
+    assert torch.equal(logits_of(read, ids), wanted)
+    assert read.model.rotary_emb.patch.config_of_base["rope_parameters"]["rope_type"] == "linear"
+
+
+def test_a_checkpoint_for_stock_code_is_loaded_as_it_says(llama, ids, tmp_path, tokenizer):
+    with extend(llama, Yarn(), context=LONG):
+        wanted = logits_of(llama, ids)
+        path = save_extended(llama, tmp_path / "out", tokenizer=tokenizer)
+    model, _ = rope_ext.load(str(path), device="cpu")
+    assert (logits_of(model, ids) - wanted).abs().max() < 1e-3
+    assert type(model.model.rotary_emb).__name__ == "LlamaRotaryEmbedding"
+
+
+def test_records_that_do_not_fit_are_refused(alibi, tmp_path, tokenizer):
+    path = save_extended(alibi, tmp_path / "out", tokenizer=tokenizer, format="rope-ext")
+    record = json.loads((path / "rope_ext.json").read_text())
+    for change, words in (
+        ({"alibi_slopes": [1.0, 1.0, 1.0, 1.0]}, "other slopes"),
+        ({"method": "os.system"}, "no record of an extended model"),
+        ({"hyperparameters": {"slopes": "steep"}}, "no record of an extended model"),
+        ({"context": None}, "no record of an extended model"),
+    ):
+        (path / "rope_ext.json").write_text(json.dumps(record | change))
+        with pytest.raises(ExportError, match=words):
+            rope_ext.load(str(path), device="cpu")
+    (path / "rope_ext.json").write_text("[]")
+    with pytest.raises(ModelError, match="no record"):
+        rope_ext.load(str(path), device="cpu")
+    (path / "rope_ext.json").unlink()
+    with pytest.raises(ModelError, match="save_pretrained while extended"):
+        rope_ext.load(str(path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [({"format": "gguf"}, "neither stock nor rope-ext"), ({"format": "rope-ext", "allow_approximate": True}, "leave")],
+)
+def test_formats_that_make_no_sense_are_refused(alibi, tmp_path, asked, words):
+    with pytest.raises(ExportError, match=words):
+        save_extended(alibi, tmp_path / "out", **asked)
