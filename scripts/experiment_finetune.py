@@ -1,6 +1,6 @@
 """Does a brief fine-tune bear out what is published of the methods? On the bundled model, 8 times its window.
 
-python scripts/experiment_finetune.py             # train what is not trained (seven methods, three seeds: hours), sum up
+python scripts/experiment_finetune.py             # train what is not trained (7 methods, 3 seeds: hours), sum up
 python scripts/experiment_finetune.py --sum-up    # only sum up what is there
 
 Every run is `rope-ext finetune tiny/METHOD --seed SEED`: of one seed all methods see the same rows in the same order,

@@ -8,7 +8,7 @@ rope_pair      one rotated pair: not at all, but for rounding
 rope_head      a head of 32 dimensions, at offsets 0, 1, 7, 63 and 200
 table          the table of learned positions that RoPE replaced (a vector is added to the token's): by orders of
                magnitude more, and it has no entry past its length
-alibi          the bias alone, through the attention of a patched model: it depends on the distance and on nothing else
+alibi          the bias alone, through the attention that a patched model uses: it depends on distance and nothing else
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the script is run by path; the packages lie beside it, installed or not
 
-from rope_ext.attention import Rows, folded  # noqa: E402  (after the path is set)
+from rope_ext.alibi_paths import Rows, folded  # noqa: E402  (after the path is set)
 from rope_ext.geometry import base_inv_freq  # noqa: E402
 from rope_ext.llama import rotate, turns  # noqa: E402
 from rope_ext.methods.alibi import geometric_slopes  # noqa: E402
@@ -56,7 +56,7 @@ def table_scores(query: Tensor, key: Tensor, offset: int, table: nn.Embedding) -
 
 
 def alibi_bias(slope: float, offset: int, query_position: int, num_keys: int) -> float:
-    """Return what the attention of a patched model adds for one distance, read off its weights on two keys.
+    """Return what the attention that a patched model uses adds for one distance, read off its weights on two keys.
 
     Queries and keys are zero, so that weights are the softmax of the bias: the logarithm of a ratio of two of them is
     a difference of biases, here between the key at `offset` and the query's own.
@@ -66,9 +66,7 @@ def alibi_bias(slope: float, offset: int, query_position: int, num_keys: int) ->
     values[0, 0, query_position - offset, 0] = 1.0
     values[0, 0, query_position, 1] = 1.0
     positions = torch.arange(num_keys)[None]
-    out = folded(Rows(zeros, zeros, values, None, positions, torch.tensor([slope]), 8**-0.5, 0.0))
-    if offset == 0:
-        return 0.0
+    out = folded(Rows(zeros, zeros, values, None, positions, torch.tensor([slope]), 8**-0.5, 0))
     there, here = out[0, 0, query_position, :2]
     return float((there / here).log())
 

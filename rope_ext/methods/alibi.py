@@ -75,7 +75,10 @@ class Alibi(StaticMethod):
             raise MethodError(
                 f"{self.name}: {len(slopes)} slopes for {rope.num_heads} attention heads; give one for each"
             )
-        return PositionPlan(inv_freq=torch.zeros_like(rope.inv_freq), alibi_slopes=torch.tensor(slopes))
+        exact = torch.tensor(slopes, dtype=torch.float32)
+        if not bool((torch.isfinite(exact) & (exact > 0)).all()):
+            raise MethodError(f"{self.name}: slopes {slopes!r:.200} leave the range of fp32; give less extreme ones")
+        return PositionPlan(inv_freq=torch.zeros_like(rope.inv_freq), alibi_slopes=exact)
 
     def rope_parameters(self, rope: RopeGeometry, *, context: int) -> RopeParameters:
         """Refuse: a bias is no rotation, and no configuration of a stock LLaMA asks for one.

@@ -2,19 +2,31 @@
 
 import inspect
 import json
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, StaticCache
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
 from transformers.masking_utils import find_packed_sequence_indices
 
 import rope_ext
-from rope_ext import Alibi, Yarn, attention, extend, save_extended
-from rope_ext.attention import BLOCK, PATH, Bias, Rows, alibi_attention
+from rope_ext import Alibi, Yarn, alibi_paths, attention, extend, save_extended
+from rope_ext.alibi_paths import BLOCK, PATH, Rows
+from rope_ext.attention import Bias, alibi_attention
 from rope_ext.errors import ExportError, MethodError, ModelError, PatchError
 from rope_ext.hf import BUNDLED
 from rope_ext.methods.alibi import geometric_slopes
@@ -23,6 +35,7 @@ from tests import reference
 from tests.conftest import WINDOW, logits_of, random_llama
 
 LONG = 3 * WINDOW
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
@@ -44,8 +57,10 @@ def drawn(heads, kv_heads, queries, keys, size=16, batch=1, seed=0, scale=1.0):
 
 
 def rows_of(q, k, v, slopes, *, mask=None, positions=None):
+    even = positions is None
     positions = torch.arange(k.shape[2])[None] if positions is None else positions
-    return Rows(q, k, v, mask, positions, torch.tensor(slopes), q.shape[-1] ** -0.5, 0.0)
+    scale, first = q.shape[-1] ** -0.5, k.shape[2] - q.shape[2]
+    return Rows(q, k, v, mask, positions, torch.tensor(slopes), scale, first, is_even=even)
 
 
 def in_float64(q, k, v, slopes, positions=None):
@@ -103,7 +118,7 @@ def plain_flex(monkeypatch):
     """Compiling it takes a minute here; the plain form reads the same score_mod."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(attention, "_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr(alibi_paths, "_flex_attention", lambda: flex_attention)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (8, 8), (8, 1), (12, 4), (40, 8)], ids=str)
@@ -114,7 +129,7 @@ def test_every_path_gives_the_papers_attention(path, heads, kv_heads):
     queries = BLOCK + 60 if (heads, kv_heads) == (6, 2) else 70
     q, k, v = drawn(heads, kv_heads, queries, queries)
     slopes = geometric_slopes(heads)
-    got = attention.PATHS[path](rows_of(q, k, v, slopes))
+    got = alibi_paths.PATHS[path](rows_of(q, k, v, slopes))
     assert (got.double() - in_float64(q, k, v, slopes)).abs().max() < 3e-6
 
 
@@ -125,7 +140,7 @@ def test_every_path_gives_the_papers_attention(path, heads, kv_heads):
 def test_the_last_query_sees_the_last_key_behind_a_cache(path, queries):
     q, k, v = drawn(6, 3, queries, 90)
     slopes = geometric_slopes(6)
-    got = attention.PATHS[path](rows_of(q, k, v, slopes))
+    got = alibi_paths.PATHS[path](rows_of(q, k, v, slopes))
     assert (got.double() - in_float64(q, k, v, slopes)).abs().max() < 2e-6
 
 
@@ -134,7 +149,7 @@ def test_the_last_query_sees_the_last_key_behind_a_cache(path, queries):
 def test_flex_compiles_on_a_cpu():
     q, k, v = drawn(4, 2, 40, 90)
     slopes = geometric_slopes(4)
-    assert (attention.flex(rows_of(q, k, v, slopes)).double() - in_float64(q, k, v, slopes)).abs().max() < 3e-6
+    assert (alibi_paths.flex(rows_of(q, k, v, slopes)).double() - in_float64(q, k, v, slopes)).abs().max() < 3e-6
 
 
 def test_16k_keys_are_as_exact_in_fp32_as_a_few():
@@ -142,13 +157,13 @@ def test_16k_keys_are_as_exact_in_fp32_as_a_few():
     q, k, v = drawn(8, 8, queries, keys, size=32)
     slopes = geometric_slopes(8)
     wanted = in_float64(q, k, v, slopes)
-    folded = (attention.folded(rows_of(q, k, v, slopes)).double() - wanted).abs().max()
+    folded = (alibi_paths.folded(rows_of(q, k, v, slopes)).double() - wanted).abs().max()
     assert folded < 3e-6
     # What the positions' common origin is for: counted from 0 the same is off by more than ten times that
-    far = Rows(q, k, v, None, torch.arange(keys)[None], torch.tensor(slopes), 32**-0.5, 0.0)
+    far = Rows(q, k, v, None, torch.arange(keys)[None], torch.tensor(slopes), 32**-0.5, keys - queries)
     terms = torch.arange(keys).float()[None, :, None]
-    query = torch.cat((q, attention._query_terms(far).expand(1, -1, queries, -1)), dim=-1)
-    naive = attention._block(query, k, F.pad(v, (0, 1)), terms, None, far)[..., :32]
+    query = torch.cat((q, alibi_paths._query_terms(far).expand(1, -1, queries, -1)), dim=-1)
+    naive = alibi_paths._block(query, k, F.pad(v, (0, 1)), terms, None, far)[..., :32]
     assert (naive.double() - wanted).abs().max() > 10 * folded
 
 
@@ -159,11 +174,74 @@ def test_half_precision_rounds_values_and_not_positions(dtype, heads, keys):
     q, k, v = (each.to(dtype) for each in drawn(heads, heads // 4, 8, keys, size=32))
     slopes = geometric_slopes(heads)
     wanted = in_float64(*(each.double() for each in (q, k, v)), slopes)
-    error = (attention.folded(rows_of(q, k, v, slopes)).double() - wanted).abs().max()
+    error = (alibi_paths.folded(rows_of(q, k, v, slopes)).double() - wanted).abs().max()
     plain = F.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True).double()
     exact = F.scaled_dot_product_attention(*(each.double() for each in (q[:, :, -1:], k, v)), enable_gqa=True)
     ordinary = max(float((plain - exact).abs().max()), 2.0 * float(torch.finfo(dtype).eps))
     assert error < 6 * ordinary  # positions in this dtype would be off by whole units
+
+
+def test_both_parts_of_a_slope_and_all_digits_of_a_distance_count_in_half_precision():
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v = (each.to(dtype) for each in drawn(12, 12, 4, 6, size=32))
+        positions = torch.tensor([[0, 300, 70_000, 131_071, 131_100, 131_200]])
+        rows = rows_of(q, k, v, geometric_slopes(12), positions=positions)
+        queries = alibi_paths._query_terms(rows)[0, :, 0].double()
+        keys = alibi_paths._key_terms(rows, 0, 4, 6)[0].double()
+        distance = positions[0] - positions[0, 4]
+        wanted = rows.slopes.double()[:, None] / rows.scale * distance
+        assert ((queries @ keys.T - wanted).abs() <= wanted.abs() * 2**-15 + 1e-9).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("jump", [100_000, 130_000])
+def test_positions_that_jump_inside_a_block_are_as_exact_as_others(dtype, jump):
+    """Both ways: positions left out, as PoSE does, and a new document after a long one."""
+    for second in (torch.arange(60) + jump, torch.arange(60)):
+        first = torch.arange(70) + (jump if int(second[0]) == 0 else 0)
+        positions = torch.cat((first, second))
+        mask = torch.ones(130, 130, dtype=torch.bool).tril()
+        if int(second[0]) == 0:
+            mask[70:, :70] = False
+        q, k, v = (each.to(dtype) for each in drawn(8, 8, 130, 130, size=32))
+        rows = rows_of(q, k, v, geometric_slopes(8), mask=mask[None, None], positions=positions[None])
+        exact = rows._replace(query=q.double(), key=k.double(), value=v.double(), slopes=rows.slopes.double())
+        error = (alibi_paths.folded(rows).double() - alibi_paths.dense(exact)).abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_a_slope_that_leaves_the_dtype_or_fp32_is_refused():
+    q, k, v = (each.half() for each in drawn(2, 2, 4, 4, size=64))
+    with pytest.raises(PatchError, match=r"a slope of 40 is too steep for torch.float16"):
+        alibi_paths.folded(rows_of(q, k, v, (40.0, 1.0)))
+    with pytest.raises(MethodError, match="leave the range of fp32"):
+        extend(random_llama(), Alibi(slopes=(1e-50, 1.0, 1.0, 1.0)), context=LONG)
+
+
+def test_scale_and_dropout_are_those_that_attention_is_called_with():
+    module = torch.nn.Module()
+    slopes = geometric_slopes(4)
+    setattr(module, attention.HOLDER, Bias(torch.tensor(slopes), "sdpa"))
+    q, k, v = drawn(4, 2, 20, 20)
+    out, _ = alibi_attention(module, q, k, v, None, scaling=0.7)
+    wanted = in_float64(q * 0.7 * q.shape[-1] ** 0.5, k, v, slopes)
+    assert (out.transpose(1, 2).double() - wanted).abs().max() < 2e-6
+    torch.manual_seed(0)
+    dropped, _ = alibi_attention(module, q, k, v, None, scaling=0.7, dropout=0.5)
+    assert (dropped - out).abs().max() > 0.1
+
+
+class Sizes(TorchDispatchMode):
+    """The largest tensor that is made inside it."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple) else (out,):
+            if isinstance(each, torch.Tensor):
+                self.largest = max(self.largest, each.numel())
+        return out
 
 
 def test_autocast_does_not_round_positions():
@@ -179,33 +257,27 @@ def test_autocast_does_not_round_positions():
 
 
 def test_gradients_are_those_of_the_dense_form_however_many_blocks():
-    for blocks in (1, attention.KEPT_BLOCKS + 1):
+    for blocks in (1, alibi_paths.KEPT_BLOCKS + 1):
         q, k, v = (each.requires_grad_() for each in drawn(6, 2, BLOCK * blocks - 40, BLOCK * blocks - 40, size=8))
         slopes = geometric_slopes(6)
         weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(7))
-        (attention.folded(rows_of(q, k, v, slopes)) * weight).sum().backward()
+        (alibi_paths.folded(rows_of(q, k, v, slopes)) * weight).sum().backward()
         found = [each.grad for each in (q, k, v)]
         double = [each.detach().double().requires_grad_() for each in (q, k, v)]
-        (attention.dense(rows_of(*double, slopes)) * weight).sum().backward()
+        (alibi_paths.dense(rows_of(*double, slopes)) * weight).sum().backward()
         for mine, exact in zip(found, double, strict=True):
             assert (mine - exact.grad).abs().max() < 2e-5 * max(1.0, float(exact.grad.abs().max()))
 
 
-def test_no_bias_of_all_queries_and_keys_is_ever_made(monkeypatch):
-    seen = []
-    own = F.scaled_dot_product_attention
-
-    def watch(*args, **kwargs):
-        seen.append(kwargs["attn_mask"])
-        return own(*args, **kwargs)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
-    length = 3 * BLOCK
-    attention.folded(rows_of(*drawn(8, 2, length, length, size=8), geometric_slopes(8)))
-    masks = [mask for mask in seen if mask is not None]
-    assert len(seen) == 3
-    assert max(mask.numel() for mask in masks) <= BLOCK * length  # no factor of heads, and rows of one block alone
-    assert all(mask.dtype == torch.bool for mask in masks)
+def test_no_bias_of_all_queries_and_keys_is_ever_made():
+    length, heads = 3 * BLOCK, 8
+    rows = rows_of(*drawn(heads, 2, length, length, size=8), geometric_slopes(heads))
+    with Sizes() as sizes:
+        alibi_paths.folded(rows)
+    assert sizes.largest <= max(BLOCK * length, heads * length * 9)  # rows of one block, or the inputs
+    with Sizes() as sizes:
+        alibi_paths.dense(rows)
+    assert sizes.largest == heads * length * length
 
 
 # --- on a model
@@ -282,12 +354,156 @@ def test_a_cache_is_numbered_as_the_new_tokens_are(alibi, ids):
         assert (out - whole[:, start:end]).abs().max() < 2e-4
 
 
+def new_cache(model, kind):
+    return (
+        DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=100)
+    )
+
+
+caches = pytest.mark.parametrize("kind", ["dynamic", "static"])
+
+
 @torch.no_grad()
-def test_positions_left_out_behind_a_cache_are_refused(alibi, ids):
-    cache = DynamicCache(config=alibi.config)
+@caches
+def test_positions_left_out_behind_a_cache_are_refused(alibi, ids, kind):
+    cache = new_cache(alibi, kind)
     alibi(input_ids=ids[:1, :20], use_cache=True, **{CACHE: cache})
-    with pytest.raises(PatchError, match="a token at position 50 follows 20 cached ones"):
-        alibi(input_ids=ids[:1, 20:21], position_ids=torch.tensor([[50]]), use_cache=True, **{CACHE: cache})
+    positions = torch.tensor([[50]])
+    for _ in range(2):
+        with pytest.raises(PatchError, match="a token at position 50 follows 20 cached ones"):
+            alibi(
+                input_ids=ids[:1, 20:21],
+                position_ids=positions,
+                use_cache=True,
+                **{CACHE: new_cached(alibi, ids, kind)},
+            )
+        positions.fill_(20)  # the same tensor says something else
+        alibi(input_ids=ids[:1, 20:21], position_ids=positions, use_cache=True, **{CACHE: new_cached(alibi, ids, kind)})
+        positions.fill_(50)
+
+
+def new_cached(alibi, ids, kind):
+    cache = new_cache(alibi, kind)
+    alibi(input_ids=ids[:1, :20], use_cache=True, **{CACHE: cache})
+    return cache
+
+
+@torch.no_grad()
+@caches
+def test_new_tokens_stand_where_position_ids_say_behind_a_cache_too(alibi, ids, kind):
+    row = ids[:1, :40]
+    positions = torch.cat((torch.arange(20), torch.arange(20) + 60))[None]
+    mask = torch.ones_like(row)
+    whole = alibi(input_ids=row, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    for start in (0, 10):  # all of it into an empty cache, and the jump inside the second piece
+        cache = new_cache(alibi, kind)
+        if start:
+            alibi(input_ids=row[:, :start], use_cache=True, **{CACHE: cache})
+        more = {"position_ids": positions[:, start:], "attention_mask": mask, CACHE: cache}
+        out = alibi(input_ids=row[:, start:], use_cache=True, **more).logits
+        assert (out - whole[:, start:]).abs().max() < 2e-4
+
+
+@torch.no_grad()
+@caches
+def test_two_tokens_at_one_position_decode_as_each_alone(alibi, ids, kind):
+    """A tree of candidates, each seeing the cache and its own parent, as speculative decoding asks."""
+    cached, tree = ids[:1, :20], ids[:1, 20:24]
+    positions = torch.tensor([[20, 20, 21, 21]])
+    keys = 24 if kind == "dynamic" else 100
+    mask = torch.zeros(1, 1, 4, keys, dtype=torch.bool)
+    mask[..., :20] = True
+    for row, seen in enumerate(((0,), (1,), (0, 2), (1, 3))):
+        mask[0, 0, row, [20 + s for s in seen]] = True
+    out = alibi(
+        input_ids=tree,
+        position_ids=positions,
+        attention_mask=mask,
+        use_cache=True,
+        **{CACHE: new_cached(alibi, ids, kind)},
+    ).logits
+    for row, branch in enumerate(((0,), (1,), (0, 2), (1, 3))):
+        alone = logits_of(alibi, torch.cat((cached, tree[:, list(branch)]), dim=1))[0, -1]
+        assert (out[0, row] - alone).abs().max() < 2e-4
+
+
+@torch.no_grad()
+@caches
+def test_gaps_count_as_the_new_tokens_are_numbered_in_every_cache(alibi, ids, kind):
+    tokens = ids[:1, :40]
+    mask = torch.ones_like(tokens)
+    mask[:, 10:20] = 0
+    whole = alibi(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    cache = new_cache(alibi, kind)
+    for start, end in ((0, 30), (30, 35), (35, 40)):
+        more = {"attention_mask": mask[:, :end], CACHE: cache}
+        out = alibi(input_ids=tokens[:, start:end], use_cache=True, **more).logits
+        keep = mask[0, start:end].bool()
+        assert (out[0, keep] - whole[0, start:end][keep]).abs().max() < 2e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4, -65504.0])
+def test_masks_of_numbers_block_whatever_they_are_filled_with_and_may_add_others(alibi, ids, fill, monkeypatch):
+    row = ids[:1, :40]
+    mask = torch.full((40, 40), fill).triu(1)[None, None]
+    plain = logits_of(alibi, row)
+    assert (alibi(input_ids=row, attention_mask=mask, use_cache=False).logits - plain).abs().max() < 2e-4
+    soft = mask.clone()
+    soft[..., 5:] += torch.where(soft[..., 5:] == 0, -3.0, 0.0)
+    folded = alibi(input_ids=row, attention_mask=soft, use_cache=False).logits
+    assert (folded - plain).abs().max() > 0.1
+    monkeypatch.setenv(PATH, "dense")
+    assert (folded - alibi(input_ids=row, attention_mask=soft, use_cache=False).logits).abs().max() < 2e-4
+
+
+@torch.no_grad()
+def test_masks_that_are_none_or_look_ahead_are_refused(alibi, ids):
+    row = ids[:1, :20]
+    with pytest.raises(PatchError, match=r"a mask of torch.int64 is neither"):
+        alibi(input_ids=row, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.long), use_cache=False)
+    with pytest.raises(PatchError, match="lets a query see keys that come after it"):
+        alibi(input_ids=row, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool), use_cache=False)
+    module = alibi.model.layers[0].self_attn
+    with pytest.raises(PatchError, match="never whole in memory"):
+        alibi_attention(module, *drawn(4, 2, 4, 4), None, output_attentions=True)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.usefixtures("plain_flex")
+@torch.no_grad()
+def test_masks_that_differ_by_head_reach_every_path(alibi, ids, monkeypatch):
+    mask = torch.ones(1, 4, 40, 40, dtype=torch.bool).tril()
+    mask[0, 1, :, 3:9] = torch.eye(40, dtype=torch.bool)[:, 3:9]
+    found = []
+    for path in ("folded", "dense", "flex"):
+        monkeypatch.setenv(PATH, path)
+        found.append(alibi(input_ids=ids[:1, :40], attention_mask=mask, use_cache=False).logits)
+    assert (found[0] - found[1]).abs().max() < 2e-4
+    assert (found[0] - found[2]).abs().max() < 2e-4
+
+
+@torch.no_grad()
+def test_a_sliding_window_of_the_length_of_the_context_generates_past_it():
+    config = MistralConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=48,
+        sliding_window=96,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config).eval()
+    prompt = torch.randint(0, 96, (1, 90), generator=torch.Generator().manual_seed(0))
+    asked = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    with extend(model, Alibi(), context=96):
+        cached, whole = (model.generate(prompt, use_cache=use, **asked) for use in (True, False))
+    assert torch.equal(cached, whole)
 
 
 @torch.no_grad()
@@ -403,14 +619,39 @@ def test_slopes_stay_exact_when_the_model_is_rounded(llama):
 
 
 def test_attention_that_takes_no_bias_is_found_out(llama, monkeypatch):
-    monkeypatch.setattr(
-        attention,
-        "choose_path",
-        lambda rows, _ids: lambda _: attention.folded(rows._replace(slopes=torch.zeros_like(rows.slopes))),
-    )
+    def unbiased(rows):
+        return alibi_paths.folded(rows._replace(slopes=torch.zeros_like(rows.slopes)))
+
+    monkeypatch.setattr(attention, "choose_path", lambda _rows: unbiased)
     with pytest.raises(PatchError, match="takes no bias"):
         extend(llama, Alibi(), context=LONG)
     assert not any(attention.HOLDER in vars(module) for module in llama.modules())
+
+
+def test_an_attention_that_was_changed_afterwards_is_found_out_and_left_alone(llama):
+    with extend(llama, Alibi(), context=LONG) as patch:
+        llama.set_attn_implementation("sdpa")
+        with pytest.raises(PatchError, match=r"attention was changed after alibi was put in \('sdpa'\)"):
+            patch.verify()
+        assert llama.config._attn_implementation == "sdpa"
+
+
+def test_a_pickled_model_opens_in_another_process(alibi, ids, tmp_path):
+    wanted = logits_of(alibi, ids)
+    torch.save({"model": alibi, "ids": ids, "wanted": wanted}, tmp_path / "all.pt")
+    code = (
+        "import sys, torch\n"
+        "found = torch.load(sys.argv[1], weights_only=False)\n"
+        "assert torch.equal(found['model'](input_ids=found['ids']).logits, found['wanted'])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "all.pt")], check=True, cwd=ROOT)
+
+
+def test_two_models_on_one_configuration_are_told_apart(llama, ids):
+    other = LlamaForCausalLM(llama.config).eval()
+    with extend(llama, Alibi(), context=LONG), pytest.raises(PatchError, match="which another model may share"):
+        other(input_ids=ids)
+    other(input_ids=ids)
 
 
 # --- which path
@@ -420,15 +661,15 @@ def test_paths_are_chosen_by_device_and_packages(monkeypatch):
     q, k, v = drawn(2, 2, 4, 4)
     rows = rows_of(q, k, v, geometric_slopes(2))
     monkeypatch.delenv(PATH, raising=False)
-    assert attention.choose_path(rows) is attention.folded
+    assert alibi_paths.choose_path(rows) is alibi_paths.folded
     monkeypatch.setenv(PATH, "dense")
-    assert attention.choose_path(rows) is attention.dense
+    assert alibi_paths.choose_path(rows) is alibi_paths.dense
     monkeypatch.setenv(PATH, "fast")
     with pytest.raises(PatchError, match=r"is 'fast'; it names one of folded, flash, flex, dense"):
-        attention.choose_path(rows)
+        alibi_paths.choose_path(rows)
     monkeypatch.setenv(PATH, "flash")
     with pytest.raises(PatchError, match="needs the package flash-attn, a CUDA device"):
-        attention.choose_path(rows)
+        alibi_paths.choose_path(rows)
 
 
 class OnGpu:
@@ -442,16 +683,16 @@ class OnGpu:
 
 def test_flash_is_taken_on_a_gpu_in_half_precision_and_without_masks(monkeypatch):
     monkeypatch.delenv(PATH, raising=False)
-    monkeypatch.setattr(attention, "flash_function", lambda: len)
+    monkeypatch.setattr(alibi_paths, "flash_function", lambda: len)
     rows = rows_of(*drawn(2, 2, 4, 4), geometric_slopes(2))
     half = rows._replace(query=OnGpu(torch.bfloat16))
-    assert attention.choose_path(half, torch.arange(4)[None]) is attention.flash
-    assert attention.choose_path(half, torch.tensor([[0, 1, 5, 6]])) is attention.folded
-    assert attention.choose_path(half._replace(mask=torch.ones(1, 1, 4, 4).bool())) is attention.folded
-    assert attention.choose_path(rows._replace(query=OnGpu(torch.float32))) is attention.folded
-    assert attention.choose_path(rows._replace(query=OnGpu(torch.bfloat16, 512))) is attention.folded
-    monkeypatch.setattr(attention, "flash_function", lambda: None)
-    assert attention.choose_path(half) is attention.folded
+    assert alibi_paths.choose_path(half) is alibi_paths.flash
+    assert alibi_paths.choose_path(half._replace(is_even=False)) is alibi_paths.folded
+    assert alibi_paths.choose_path(half._replace(mask=torch.ones(1, 1, 4, 4).bool())) is alibi_paths.folded
+    assert alibi_paths.choose_path(rows._replace(query=OnGpu(torch.float32))) is alibi_paths.folded
+    assert alibi_paths.choose_path(rows._replace(query=OnGpu(torch.bfloat16, 512))) is alibi_paths.folded
+    monkeypatch.setattr(alibi_paths, "flash_function", lambda: None)
+    assert alibi_paths.choose_path(half) is alibi_paths.folded
 
 
 @pytest.mark.parametrize(
@@ -459,7 +700,7 @@ def test_flash_is_taken_on_a_gpu_in_half_precision_and_without_masks(monkeypatch
 )
 def test_packages_called_flash_attn_that_know_no_slopes_are_not_used(package, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(**package))
-    assert attention.flash_function.__wrapped__() is None
+    assert alibi_paths.flash_function.__wrapped__() is None
 
 
 def test_flash_is_given_slopes_scale_and_layout_as_its_documentation_has_them(monkeypatch):
@@ -478,27 +719,27 @@ def test_flash_is_given_slopes_scale_and_layout_as_its_documentation_has_them(mo
         return out.transpose(1, 2)
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
-    assert attention.flash_function.__wrapped__() is flash_attn_func
-    monkeypatch.setattr(attention, "flash_function", lambda: flash_attn_func)
+    assert alibi_paths.flash_function.__wrapped__() is flash_attn_func
+    monkeypatch.setattr(alibi_paths, "flash_function", lambda: flash_attn_func)
     slopes = geometric_slopes(6)
     for queries in (20, 5):
         q, k, v = drawn(6, 2, queries, 20)
         rows = rows_of(q, k, v, slopes)
-        assert (attention.flash(rows).double() - in_float64(q, k, v, slopes)).abs().max() < 2e-6
+        assert (alibi_paths.flash(rows).double() - in_float64(q, k, v, slopes)).abs().max() < 2e-6
 
 
 def test_what_no_path_can_do_is_refused():
     module = torch.nn.Module()
     q, k, v = drawn(2, 2, 4, 4)
-    with pytest.raises(PatchError, match="carries no slopes"):
+    with pytest.raises(PatchError, match="carries no slopes, but its configuration"):
         alibi_attention(module, q, k, v, None)
     setattr(module, attention.HOLDER, Bias(torch.tensor(geometric_slopes(2)), "sdpa"))
     with pytest.raises(PatchError, match="looks ahead"):
         alibi_attention(module, q, k, v, None, is_causal=False)
     with pytest.raises(PatchError, match="no dropout"):
-        attention.flex(rows_of(q, k, v, geometric_slopes(2))._replace(dropout=0.1))
+        alibi_paths.flex(rows_of(q, k, v, geometric_slopes(2))._replace(dropout=0.1))
     with pytest.raises(PatchError, match="forward only"):
-        attention.flex(rows_of(q.requires_grad_(), k, v, geometric_slopes(2)))
+        alibi_paths.flex(rows_of(q.requires_grad_(), k, v, geometric_slopes(2)))
 
 
 # --- written and read
@@ -569,12 +810,19 @@ def test_records_that_do_not_fit_are_refused(alibi, tmp_path, tokenizer):
     for change, words in (
         ({"alibi_slopes": [1.0, 1.0, 1.0, 1.0]}, "other slopes"),
         ({"method": "os.system"}, "no record of an extended model"),
+        ({"method": "nope", "hyperparameters": {}, "alibi_slopes": None}, "says nope at 192 tokens, and config.json"),
+        ({"context": 256}, "says alibi at 256 tokens, and config.json beside it alibi at 192"),
         ({"hyperparameters": {"slopes": "steep"}}, "no record of an extended model"),
         ({"context": None}, "no record of an extended model"),
     ):
         (path / "rope_ext.json").write_text(json.dumps(record | change))
         with pytest.raises(ExportError, match=words):
             rope_ext.load(str(path), device="cpu")
+    (path / "rope_ext.json").write_text(json.dumps(record | {"format": "stock"}))  # the configuration decides
+    assert rope_ext.load(str(path), device="cpu")[0].model.rotary_emb.patch.method == Alibi()
+    changed = record["config_of_base"] | {"rms_norm_eps": 0.5}
+    (path / "rope_ext.json").write_text(json.dumps(record | {"config_of_base": changed}))
+    assert rope_ext.load(str(path), device="cpu")[0].config.rms_norm_eps != 0.5
     (path / "rope_ext.json").write_text("[]")
     with pytest.raises(ModelError, match="no record"):
         rope_ext.load(str(path), device="cpu")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -22,8 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rope_ext import Alibi, ExportError, ModelError, Unscaled, Yarn, extend, extend_from_record, save_extended
-from rope_ext.hf import config_of_base
+from rope_ext import Alibi, ExportError, ModelError, Unscaled, Yarn, extend, extend_from_record, load, save_extended
+from rope_ext.hf import BUNDLED, config_of_base
 from rope_ext.plan import label
 from rope_ext.registry import parse_method
 from rope_ext.stock import FAMILIES
@@ -88,13 +89,15 @@ def test_takes_effect_and_reloads_with_the_same_logits(kind, ids, tmp_path, spel
     if spelled == "alibi":
         with extend(model, Alibi(), factor=4):
             ours = logits_of(model, ids)
-            path = save_extended(model, tmp_path / "out", format="rope-ext")
+            tokenizer = AutoTokenizer.from_pretrained(BUNDLED["tiny"])
+            path = save_extended(model, tmp_path / "out", tokenizer=tokenizer, format="rope-ext")
         assert (ours - before).abs().max() > 0.01
         assert torch.equal(logits_of(model, ids), before)
         read = AutoModelForCausalLM.from_pretrained(path, config=config_of_base(str(path))).eval()
         assert torch.equal(logits_of(read, ids), before)
         with extend_from_record(read, path):
             assert torch.equal(logits_of(read, ids), ours)
+        assert torch.equal(logits_of(load(str(path), device="cpu")[0], ids), ours)
         return
     if kind == "phi3" and spelled in {"nope", "p-rope"}:
         # Phi-3's configuration knows longrope alone, which divides and cannot stop a pair.
