@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import altair as alt
 
@@ -10,6 +11,7 @@ from evals.rows import Cell
 
 # What layering and setting properties may return; all of it can be saved.
 Chart = alt.LayerChart | alt.FacetChart
+Spec = dict[str, Any]
 WIDTH, HEIGHT, PIXELS = 560, 340, 2
 # Okabe & Ito's palette: told apart with any kind of colour vision, and in print.
 PALETTE = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#F0E442")
@@ -18,6 +20,23 @@ PALETTE = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0
 def save(chart: Chart, path: Path) -> None:
     """Write the chart as PNG at twice its nominal size."""
     chart.save(str(path), format="png", scale_factor=PIXELS)
+
+
+def spec(chart: Chart) -> Spec:
+    """Return the chart as Vega-Lite, for a page; its width follows the page unless it counts in steps."""
+    found = chart.to_dict()
+    if isinstance(found.get("width"), int):
+        found["width"] = "container"
+        found["autosize"] = {"type": "fit-x", "contains": "padding"}
+    found["config"] = {**found.get("config", {}), "background": "transparent"}
+    return found
+
+
+def javascript() -> str:
+    """Return the code that draws specs in a browser without a network: vega, vega-lite and vega-embed."""
+    import vl_convert  # late: it starts a JavaScript engine
+
+    return vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]  (its stub has no defaults)
 
 
 def _data(rows: Sequence[Mapping[str, object]]) -> alt.Data:
@@ -78,17 +97,216 @@ def perplexity_chart(
     base = alt.Chart(_data(rows))
     spread = base.mark_rule(opacity=0.45).encode(x=x, y=alt.Y("low:Q", title="perplexity"), y2="high:Q", color=colour)
     line = base.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour)
-    point = base.mark_point(filled=True, size=46).encode(x=x, y=y, color=colour, shape=shape)
-    window = alt.Chart(_data([{"length": original_context, "text": f"trained window {original_context}"}]))
-    rule = window.mark_rule(strokeDash=[5, 4], color="#777").encode(x="length:Q")
-    note = window.mark_text(align="left", dx=5, baseline="top", color="#555").encode(
-        x="length:Q", y=alt.value(4), text="text:N"
-    )
+    told = [alt.Tooltip(f"{name}:{kind}") for name, kind in (("method", "N"), ("length", "Q"))]
+    told += [alt.Tooltip(f"{name}:Q", format=".4~g") for name in ("value", "low", "high")]
+    point = base.mark_point(filled=True, size=46).encode(x=x, y=y, color=colour, shape=shape, tooltip=told)
+    rule, note = _window(original_context)
     title = _title(
         f"Perplexity over length: {model}",
         [f"{protocol}, {n} document{'s' * (n != 1)}; bars: 95 % over documents"],
     )
     return alt.layer(spread, line, point, rule, note).properties(width=WIDTH, height=HEIGHT, title=title)
+
+
+def _window(original_context: int) -> tuple[alt.Chart, alt.Chart]:
+    """Return a rule at the trained window on an axis of lengths, and its name."""
+    window = alt.Chart(_data([{"length": original_context, "text": f"trained window {original_context}"}]))
+    rule = window.mark_rule(strokeDash=[5, 4], color="#777").encode(x="length:Q")
+    note = window.mark_text(align="left", dx=5, baseline="top", color="#555").encode(
+        x="length:Q", y=alt.value(4), text="text:N"
+    )
+    return rule, note
+
+
+def position_chart(
+    rows: Sequence[Mapping[str, object]], order: Sequence[str], *, original_context: int, model: str
+) -> Chart:
+    """Return nats per token by position, one line with 95 % bars a method: where in a long document a method fails.
+
+    Args:
+        rows: of "method", "length" (the end of a range that begins at the one before), "value", "low" and "high".
+        order: of the legend.
+    """
+    lengths = sorted({int(str(row["length"])) for row in rows})
+    colour, shape = _by_method(order)
+    x = alt.X("length:Q", title="tokens from the start", scale=alt.Scale(type="log", base=2, nice=False, padding=14))
+    x = x.axis(values=lengths, format="d", grid=False)
+    y = alt.Y("value:Q", title="nats per token", scale=alt.Scale(zero=False))
+    base = alt.Chart(_data(rows)).encode(x=x, color=colour)
+    spread = base.mark_rule(opacity=0.45).encode(y=alt.Y("low:Q", title="nats per token"), y2="high:Q")
+    told = [alt.Tooltip("method:N"), alt.Tooltip("length:Q", title="up to"), alt.Tooltip("value:Q", format=".4~g")]
+    point = base.mark_point(filled=True, size=46).encode(y=y, shape=shape, tooltip=told)
+    title = _title(f"Where in a document it reads: {model}", ["the tokens up to each position, from the one before"])
+    layers = (spread, base.mark_line(strokeWidth=2).encode(y=y), point, *_window(original_context))
+    return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT, title=title)
+
+
+HEAT = alt.Scale(domain=[0, 1], scheme="cividis")
+"""From dark to light with the value, in any kind of colour vision and in grey."""
+
+
+def passkey_maps(rows: Sequence[Mapping[str, object]], *, native: int | None, absolute: bool, title: str) -> Chart:
+    """Return passkey accuracy by length and place of the method that is picked, from 0 to 1; blank is not measured.
+
+    Args:
+        rows: of "method", "length", "place" (in words), "order" (its number), "value", "low", "high" and "n".
+        native: the last measured length within the trained window, after which a line is drawn.
+        absolute: places are tokens before the key, not fractions of the length.
+    """
+    names = list(dict.fromkeys(str(row["method"]) for row in rows))
+    picked = alt.param("picked", value=_fullest(rows), bind=alt.binding_select(options=names, name="method "))
+    cell, text = _heat(rows, "value", HEAT, "accuracy", absolute=absolute)
+    kept = f"datum.method === {picked.name}"
+    drawn = (cell.transform_filter(kept), text.transform_filter(kept), *_native_edge(native))
+    return _in_steps(alt.layer(*drawn).add_params(picked), title, "share found, 0 to 1; blank: not measured")
+
+
+def passkey_difference(
+    rows: Sequence[Mapping[str, object]], *, native: int | None, absolute: bool, title: str
+) -> Chart:
+    """Return how the passkey accuracy of one picked method differs from another's, on a scale from -1 to 1.
+
+    Args:
+        rows: as for `passkey_maps`.
+    """
+    names = list(dict.fromkeys(str(row["method"]) for row in rows))
+    first = alt.param("first", value=_fullest(rows), bind=alt.binding_select(options=names, name="method "))
+    second = alt.param("second", value=names[0], bind=alt.binding_select(options=names, name="less "))
+    scale = alt.Scale(domain=[-1, 1], scheme="purpleorange")
+    cell, text = _heat(rows, "difference", scale, "difference", absolute=absolute)
+
+    def paired(chart: alt.Chart) -> alt.Chart:
+        return (
+            chart.transform_calculate(ours=f"datum.method === {first.name} ? datum.value : null")
+            .transform_calculate(theirs=f"datum.method === {second.name} ? datum.value : null")
+            .transform_aggregate(
+                ours="max(ours)",
+                theirs="max(theirs)",
+                a="valid(ours)",
+                b="valid(theirs)",
+                groupby=["length", "place", "order"],
+            )
+            .transform_filter("datum.a > 0 && datum.b > 0")
+            .transform_calculate(difference="datum.ours - datum.theirs")
+        )
+
+    drawn = (paired(cell), paired(text), *_native_edge(native))
+    about = "share found, the first less the second; paired intervals are in the table of differences"
+    return _in_steps(alt.layer(*drawn).add_params(first, second), title, about)
+
+
+def _fullest(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return the method with the largest values, of which a reader wants to see the map first."""
+    totals: dict[str, float] = {}
+    for row in rows:
+        totals[str(row["method"])] = totals.get(str(row["method"]), 0.0) + float(str(row["value"]))
+    return max(totals, key=lambda name: totals[name])
+
+
+def _heat(
+    rows: Sequence[Mapping[str, object]], value: str, scale: alt.Scale, name: str, *, absolute: bool
+) -> tuple[alt.Chart, alt.Chart]:
+    base = alt.Chart(_data(rows)).encode(
+        x=alt.X("length:O", title="tokens of context", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y(
+            "place:O",
+            title="tokens before the key" if absolute else "depth of the key",
+            sort=alt.EncodingSortField("order"),
+        ),
+    )
+    told = [alt.Tooltip("length:O"), alt.Tooltip("place:O"), alt.Tooltip(f"{value}:Q", format=".2f")]
+    if value == "value":
+        told += [alt.Tooltip("low:Q", format=".2f"), alt.Tooltip("high:Q", format=".2f"), alt.Tooltip("n:Q")]
+    cell = base.mark_rect(stroke="white").encode(color=alt.Color(f"{value}:Q", title=name, scale=scale), tooltip=told)
+    dark = "datum.value < 0.55" if value == "value" else "abs(datum.difference) > 0.7"
+    text = base.mark_text(fontSize=12).encode(
+        text=alt.Text(f"{value}:Q", format=".2f" if value == "value" else "+.2f"),
+        color=alt.condition(dark, alt.value("white"), alt.value("#222")),
+    )
+    return cell, text
+
+
+def _native_edge(native: int | None) -> tuple[alt.Chart, ...]:
+    """Return a line behind the last length that the model was trained for, if one was measured."""
+    if native is None:
+        return ()
+    edge = alt.Chart(_data([{"length": native}])).mark_rule(strokeDash=[5, 4], strokeWidth=2, color="#D55E00")
+    return (edge.encode(x=alt.X("length:O", bandPosition=1)),)
+
+
+def _in_steps(chart: Chart, title: str, about: str) -> Chart:
+    return chart.properties(width=alt.Step(72), height=alt.Step(40), title=_title(title, [about]))
+
+
+def effective_chart(rows: Sequence[Mapping[str, object]], *, lengths: Sequence[int], original_context: int) -> Chart:
+    """Return how far each method reaches: a bar to the effective length, a tick where the intervals' lower ends put it.
+
+    Args:
+        rows: of "method", "reached" and "bound" in tokens; a shortest length that is missed is None.
+        lengths: that were measured.
+    """
+    start = min(lengths) / 2
+    drawn = [
+        {
+            "method": row["method"],
+            "start": start,
+            "reached": row["reached"] or start,
+            "bound": row["bound"] or start,
+            "text": f"below {min(lengths)}" if row["reached"] is None else f"{row['reached']}",
+        }
+        for row in rows
+    ]
+    order = [str(row["method"]) for row in rows]
+    scale = alt.Scale(type="log", base=2, nice=False, domain=[start, max(lengths) * 1.35])
+    x = alt.X("start:Q", title="tokens of context", scale=scale).axis(values=list(lengths), format="d")
+    base = alt.Chart(_data(drawn)).encode(y=alt.Y("method:N", title=None, sort=order, axis=alt.Axis(labelLimit=320)))
+    bar = base.mark_bar(color=PALETTE[2], height=16).encode(x=x, x2="reached:Q")
+    tick = base.mark_tick(color="#000", thickness=3, height=22).encode(x=alt.X("bound:Q", scale=scale))
+    text = base.mark_text(align="left", dx=6).encode(x=alt.X("reached:Q", scale=scale), text="text:N")
+    rule = alt.Chart(_data([{"length": original_context}])).mark_rule(strokeDash=[5, 4], color="#777")
+    title = _title("How far passkeys are found", ["bar: by the shares; tick: by the lower ends of their intervals"])
+    layers = (bar, tick, text, rule.encode(x=alt.X("length:Q", scale=scale)))
+    return alt.layer(*layers).properties(width=WIDTH, height=30 * len(drawn), title=title)
+
+
+def wavelength_chart(
+    wavelengths: Mapping[str, Sequence[float]], *, original_context: int, context: int, model: str
+) -> Chart:
+    """Return the wavelength of every pair under each method; above the trained window lie angles never seen in full.
+
+    Args:
+        wavelengths: tokens per turn, fastest pair first; pairs that do not turn are left out.
+    """
+    rows = [
+        {"method": name, "pair": pair, "wavelength": value}
+        for name, values in wavelengths.items()
+        for pair, value in enumerate(values)
+        if math.isfinite(value)
+    ]
+    colour, shape = _by_method(list(wavelengths))
+    high = max((float(str(row["wavelength"])) for row in rows), default=10.0) * 1.3
+    low = min((float(str(row["wavelength"])) for row in rows), default=1.0) / 1.3
+    scale = alt.Scale(type="log", nice=False, domain=[low, max(high, context * 1.3)])
+    y = alt.Y("wavelength:Q", title="tokens per turn", scale=scale).axis(format="~s")
+    chart = alt.Chart(_data(rows)).encode(
+        x=alt.X("pair:Q", title="pair (0 turns fastest)", scale=alt.Scale(nice=False)).axis(tickMinStep=1, format="d"),
+        y=y,
+        color=colour,
+    )
+    told = [alt.Tooltip("method:N"), alt.Tooltip("pair:Q"), alt.Tooltip("wavelength:Q", format=",.1f")]
+    unseen = alt.Chart(_data([{"from": original_context, "to": max(high, context * 1.3)}])).mark_rect(opacity=0.12)
+    shade = unseen.encode(y=alt.Y("from:Q", scale=scale, title="tokens per turn"), y2="to:Q", color=alt.value("#777"))
+    marks = [{"length": original_context, "text": f"trained window {original_context}"}]
+    marks.append({"length": context, "text": f"stretched to {context}"})
+    lines = alt.Chart(_data(marks)).encode(y=alt.Y("length:Q", scale=scale))
+    rule = lines.mark_rule(strokeDash=[5, 4], color="#777")
+    note = lines.mark_text(align="left", dy=-7, color="#555").encode(x=alt.value(6), text="text:N")
+    point = chart.mark_point(filled=True, size=34).encode(shape=shape, tooltip=told)
+    about = ["shaded: pairs that did not turn once inside the trained window, so that part of their angles is new"]
+    layers = (shade, rule, note, chart.mark_line(strokeWidth=2), point)
+    return alt.layer(*layers).properties(
+        width=WIDTH, height=HEIGHT, title=_title(f"Wavelength of every pair: {model}", about)
+    )
 
 
 def passkey_chart(cells: Sequence[Cell], label: str, *, original_context: int, model: str, protocol: str = "") -> Chart:
@@ -119,11 +337,9 @@ def passkey_chart(cells: Sequence[Cell], label: str, *, original_context: int, m
             sort=alt.EncodingSortField("order"),
         ),
     )
-    scale = alt.Scale(domain=[0, 1], range=["#B2182B", "#F7F0D0", "#1A7837"], interpolate="rgb")
-    cell = base.mark_rect(stroke="white").encode(color=alt.Color("value:Q", title="accuracy", scale=scale))
-    dark = "datum.value < 0.2 || datum.value > 0.8"
+    cell = base.mark_rect(stroke="white").encode(color=alt.Color("value:Q", title="accuracy", scale=HEAT))
     text = base.mark_text(fontSize=12).encode(
-        text="text:N", color=alt.condition(dark, alt.value("white"), alt.value("#333"))
+        text="text:N", color=alt.condition("datum.value < 0.55", alt.value("white"), alt.value("#222"))
     )
     about = [f"{model}, trained window {original_context} tokens; {n} trials a cell", *([protocol] if protocol else [])]
     title = _title(f"Passkey: {label}", about)

@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from evals import rows, stats
 from evals.errors import EvalError
@@ -49,6 +50,47 @@ def cells_of(
                 tokens=_total(chosen, "tokens"),
                 windows=_total(chosen, "windows"),
             )
+
+
+def cells_from(samples: Sequence[rows.Sample], *, seed: int) -> Iterator[rows.Cell]:
+    """Yield the cells of what a run had measured when it was killed, as far as its samples go.
+
+    A column that was not done has a smaller n than it was to have; nothing on disk says which one.
+    """
+    groups: dict[tuple[object, ...], list[rows.Sample]] = {}
+    for s in samples:
+        for place in {POOLED, (s.depth, s.position)}:
+            groups.setdefault((s.fingerprint, s.task, s.protocol, s.length, *place), []).append(s)
+    for (*_, depth, position), chosen in groups.items():
+        first = chosen[0]
+        estimate, reason = _estimate(first.task, chosen, seed, None)
+        yield rows.Cell(
+            method=first.method,
+            method_args=first.method_args,
+            factor=first.factor,
+            context=first.context,
+            model=first.model,
+            task=first.task,
+            protocol=first.protocol,
+            length=first.length,
+            depth=cast("float | None", depth),
+            position=cast("int | None", position),
+            metric=METRICS[first.task],
+            value=estimate.value if estimate else None,
+            ci_low=estimate.low if estimate else None,
+            ci_high=estimate.high if estimate else None,
+            n=len(chosen),
+            stage=None,
+            seed=seed,
+            fingerprint=first.fingerprint,
+            data_hash=_hash_of([s.data_hash for s in sorted(chosen, key=lambda s: s.unit)]),
+            status="failed" if reason else "ok",
+            reason=reason,
+            versions={},
+            commit=None,
+            tokens=_total(chosen, "tokens"),
+            windows=_total(chosen, "windows"),
+        )
 
 
 def _places(setting: Setting, measure: Measure) -> dict[tuple[float | None, int | None], int]:

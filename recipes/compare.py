@@ -32,6 +32,7 @@ class Measured(Subject):
     """A method, and what exactly was measured under its name."""
 
     fingerprint: Fingerprint
+    inv_freq: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +183,7 @@ def _measure(
                 digest=fingerprint.digest,
                 shared=_coordinates(setting, method, fingerprint),
                 fingerprint=fingerprint,
+                inv_freq=tuple(patch.plan.inv_freq.tolist()),
             )
             subjects.append(subject)
             ratios[label(method)] = (patch.plan.inv_freq / setting.geometry.inv_freq).tolist()
@@ -255,6 +257,7 @@ def _leg(setting: Setting, subjects: Sequence[Measured], started: float) -> dict
         "machine": machine(setting.model.device),
         "processes": setting.ranks.world,
         "fingerprints": {s.digest: s.fingerprint.as_dict() for s in subjects},
+        "frequencies": {s.digest: s.inv_freq for s in subjects},
         "seconds": round(seconds, 1),
     }
 
@@ -265,6 +268,7 @@ def _write_run(setting: Setting, earlier: Sequence[dict[str, object]], leg: dict
     record = {
         "finished": done,
         "original_context": setting.geometry.original_context,
+        "base_frequencies": setting.geometry.inv_freq.tolist(),
         "legs": [*earlier, leg],
         "bos": bos_id(setting.tokenizer),
         "corpus": None

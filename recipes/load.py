@@ -18,7 +18,11 @@ from rope_ext.plan import spell
 from rope_ext.registry import method, nearest, parse_method
 
 CONFIGS = Path(__file__).parent / "configs"
-DEFAULTS = {"tiny": CONFIGS / "tiny" / "compare.yaml", "smollm2": CONFIGS / "smollm2-135m" / "compare.yaml"}
+DEFAULTS = {
+    "tiny": CONFIGS / "tiny" / "compare.yaml",
+    "tiny-alibi": CONFIGS / "tiny-alibi" / "compare.yaml",
+    "smollm2": CONFIGS / "smollm2-135m" / "compare.yaml",
+}
 
 
 Recipe = TypeVar("Recipe", CompareRecipe, FinetuneRecipe)
@@ -74,6 +78,10 @@ def make_recipe(values: Mapping[str, object], where: str = "recipe") -> CompareR
 def _check(recipe: CompareRecipe, where: str) -> None:
     """Refuse what contradicts itself, or would have no effect."""
     refuse_repeated("methods", recipe.methods, where)
+    if set(recipe.track.report_to) - {"wandb"}:
+        raise RecipeError(
+            f"{where}: track.report_to takes wandb alone in a comparison; the others take training curves"
+        )
     check_tasks(recipe.perplexity, recipe.passkey, where)
 
 

@@ -76,6 +76,22 @@ class PasskeyTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """Where a run goes besides its own files.
+
+    Attributes:
+        report_to: each needs its package installed. "wandb" is ours, and never in the way of the run; the others take
+            the curve of a training alone, through the Trainer's integrations.
+        project: of wandb.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    project: Annotated[str, Field(min_length=1)] = "rope-ext"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRecipe:
     """Methods side by side on one model.
 
@@ -91,6 +107,7 @@ class CompareRecipe:
         baseline: the method that the others are paired with; by default unscaled, or the first if that is not there.
         memory_budget: bytes for activations and logits of one forward, besides weights and cache.
         seed: of passkeys and bootstrap.
+        track: where the run goes besides its own files; here wandb alone.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -107,3 +124,4 @@ class CompareRecipe:
     baseline: str | None = None
     memory_budget: Annotated[int, Field(ge=1)] = 2 * 2**30
     seed: Annotated[int, Field(ge=0)] = 0
+    track: Track = field(default_factory=Track)

@@ -25,8 +25,9 @@ from recipes.compare import Advance, Comparison, check_earlier, run_compare
 from recipes.load import RecipeError
 from recipes.present import table, write_pictures, write_report
 from recipes.ranks import ALONE, Ranks, once
-from recipes.schema import CompareRecipe
+from recipes.schema import CompareRecipe, Track
 from recipes.setting import Setting, prepare
+from recipes.tracking import log_aside
 from recipes.work import Cost
 
 
@@ -61,6 +62,7 @@ def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool, 
             with watching(setting) as advance:
                 comparison = run_compare(setting, advance=advance)
             once(ranks, lambda: write_report(comparison, write_pictures(comparison)))
+            once(ranks, lambda: track(recipe.track, setting.out))
         except OSError as error:
             raise RecipeError(f"out: {setting.out} cannot be written: {error.strerror or error}; {again}") from error
     return comparison
@@ -68,6 +70,13 @@ def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool, 
 
 class _TerminatedError(KeyboardInterrupt):
     """SIGTERM, as a scheduler sends it; taken like Ctrl-C."""
+
+
+def track(asked: Track, out: Path, *, curve: bool = True) -> None:
+    """Log a finished run where its recipe asks for it; what fails there is one line on stderr."""
+    if "wandb" in asked.report_to:
+        say = Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print
+        log_aside(out, project=asked.project, curve=curve, say=lambda line: say(f"rope-ext: {line}"))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from recipes.ranks import ALONE, Ranks, everywhere, once
 from recipes.schema import CompareRecipe
 from recipes.tuning import FinetuneRecipe
 from rope_ext.geometry import RopeGeometry
-from rope_ext.hf import load_model, read_geometry, resolve_context, size_of_head
+from rope_ext.hf import check_written_as, load_model, read_geometry, resolve_context, size_of_head
 from rope_ext.patch import extend
 from rope_ext.plan import Method, spell
 from rope_ext.registry import parse_method
@@ -77,6 +77,7 @@ def load_setting(recipe: CompareRecipe) -> Setting:
     methods = tuple(parse_method(text) for text in recipe.methods)
     if not (recipe.perplexity.documents and recipe.perplexity.protocols) and not _asks_passkeys(recipe):
         raise RecipeError("recipe: nothing to measure; ask for perplexity.documents or passkey.trials above 0")
+    check_written_as(recipe.model, [method.name for method in methods])
     model, tokenizer = load_model(recipe.model)
     geometry = read_geometry(model.config, base=recipe.base, original_context=recipe.original_context)
     factor = 4.0 if recipe.context is None else None

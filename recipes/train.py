@@ -137,7 +137,7 @@ def arguments(
         "save_total_limit": train.keep,
         # Trainer refuses to save the optimizer of a model that was sharded as it was loaded; BriefTrainer does it
         "save_only_model": train.parallel.fsdp > 1,
-        "report_to": list(recipe.track.report_to) or "none",
+        "report_to": [name for name in recipe.track.report_to if name != "wandb"] or "none",
         "run_name": out.name,
         "seed": recipe.seed,
         "disable_tqdm": True,

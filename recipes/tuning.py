@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from recipes.schema import PasskeyTask, PerplexityTask
+from recipes.schema import PasskeyTask, PerplexityTask, Track
 
 _STRICT = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(ge=1, lt=2**40)]
@@ -196,19 +196,6 @@ class Evaluation:
     at: tuple[Count, ...] = ()
     memory_budget: Count = 2 * 2**30
     seed: Annotated[int, Field(ge=0)] = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Track:
-    """Where the curve goes besides the run's own files, through the Trainer's integrations.
-
-    Attributes:
-        report_to: each needs its package installed.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,12 @@ from rich.progress import Progress
 from recipes import screen
 from recipes.compare import Advance
 from recipes.finetune import Finetuned, Watch, run_finetune
-from recipes.load import RecipeError
+from recipes.load import RecipeError, read_recipe
 from recipes.preflight import preflight
 from recipes.ranks import ALONE, Ranks, once
-from recipes.screen import bar_columns, lock, stoppable, tokens_in_words, watching
-from recipes.setting import Setting
+from recipes.screen import bar_columns, lock, stoppable, tokens_in_words, track, watching
+from recipes.setting import RECIPE, Setting
+from recipes.tracking import Live
 from recipes.tuning import FinetuneRecipe
 from recipes.tuning_report import report_lines, table, write_curve, write_report
 from recipes.tuning_setting import ADAPTER, MODEL, FinetuneSetting, prepare_finetune
@@ -27,6 +28,8 @@ class Bars(Watch):
 
     def __init__(self, ranks: Ranks) -> None:
         self.console = Console(stderr=True, quiet=not ranks.is_first)
+        self.is_first = ranks.is_first
+        self.live: Live | None = None
 
     @contextmanager
     def measuring(self, setting: Setting) -> Generator[Advance]:
@@ -37,7 +40,9 @@ class Bars(Watch):
     @contextmanager
     def training(self, setting: FinetuneSetting, done: int) -> Generator[Callable[[dict[str, Any]], None]]:
         """Show the step, its loss, and the time that is left."""
-        train = setting.recipe.train
+        train, asked = setting.recipe.train, setting.recipe.track
+        if self.is_first and "wandb" in asked.report_to:
+            self.live = Live(setting.out, read_recipe(setting.out / RECIPE), project=asked.project)
         each = train.rows_per_step * setting.plan.shape.row_tokens
         with Progress(*bar_columns(), console=self.console, speed_estimate_period=24 * 3600.0) as progress:
             bar = progress.add_task("train", total=train.steps, completed=done, tokens="")
@@ -46,6 +51,8 @@ class Bars(Watch):
                 tokens = tokens_in_words(line["step"] * each, train.steps * each)
                 words = f"train: loss {line['loss']:.3f}"
                 progress.update(bar, completed=line["step"], description=words, tokens=tokens)
+                if self.live is not None:
+                    self.live.push(line)
 
             yield advance
 
@@ -64,8 +71,11 @@ def finetune_on_screen(recipe: FinetuneRecipe, out: Path | None, *, resume: bool
         once(ranks, lambda: _warn_of_memory(setting))
         stack.enter_context(stoppable(again))
         try:
-            done = run_finetune(setting, watch=Bars(ranks))
+            bars = Bars(ranks)
+            done = run_finetune(setting, watch=bars)
             once(ranks, lambda: write_report(done, write_curve(done)))
+            told = bars.live is not None and bars.live.close()
+            once(ranks, lambda: track(recipe.track, setting.out, curve=not told))
         except OSError as error:
             raise RecipeError(f"out: {setting.out} cannot be written: {error.strerror or error}; {again}") from error
     return done

@@ -104,7 +104,8 @@ def _loaded(recipe: FinetuneRecipe, ranks: Ranks) -> tuple[FinetuneRecipe, Setti
     """Return the resolved recipe and the comparison around the training, everything but the rows checked."""
     missing = [name for name in (*NEEDED, *(["peft"] if recipe.train.adapter else [])) if not _installed(name)]
     missing += ["liger_kernel"] if recipe.train.liger and not _installed("liger_kernel") else []
-    missing += [name for name in recipe.track.report_to if not _installed(name)]
+    # What wandb lacks is told as the run ends, which it never stops
+    missing += [name for name in recipe.track.report_to if name != "wandb" and not _installed(name)]
     if missing:
         raise RecipeError(f"finetune: it needs {', '.join(missing)}; {PIP}, and what track or liger ask for")
     accumulation(recipe.train, ranks.world)

@@ -43,6 +43,9 @@ ContextOption = Annotated[int | None, typer.Option("--context", "-c", help="the 
 FactorOption = Annotated[
     float | None, typer.Option("--factor", "-f", help="the same as a multiple of the original window")
 ]
+TrackOption = Annotated[
+    str | None, typer.Option("--track", help="where the run goes besides its own files: wandb (offline without a key)")
+]
 BaseOption = Annotated[
     str | None, typer.Option("--base", help="for a checkpoint that already carries scaling: original or checkpoint")
 ]
@@ -192,16 +195,18 @@ def inspect(
 ) -> None:
     """Show a model's rotary geometry and what a method would do to every pair."""
     with _one_line_errors():
-        from rope_ext.hf import load_config
+        from rope_ext.hf import check_written_as, load_config
         from rope_ext.inspection import inspect_config
         from rope_ext.registry import parse_method
 
         _quiet_libraries()
         if context is None and factor is None:
             factor = 1.0
+        chosen = parse_method(method)
+        check_written_as(model, [chosen.name])
         found = inspect_config(
             load_config(model),
-            parse_method(method),
+            chosen,
             context=context,
             factor=factor,
             base=_base(base),
@@ -380,6 +385,7 @@ def compare(
         Path | None, typer.Option("--out", "-o", help="folder of the run (default: runs/<time>-compare-<model>)")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
+    track: TrackOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="say what would be measured and what it costs, and write nothing")
     ] = False,
@@ -398,6 +404,7 @@ def compare(
             "data": data,
             "baseline": baseline,
             "memory_budget": _size(memory_budget),
+            "track": None if track is None else {"report_to": _words(track)},
             "base": base,
             "original_context": original_context,
             "seed": seed,
@@ -465,6 +472,7 @@ def finetune(
         typer.Option("--dry-run", help="say what it trains on and what that takes, and train nothing"),
     ] = False,
     seed: Annotated[int | None, typer.Option("--seed", help="of the data's order and an adapter's weights")] = None,
+    track: TrackOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Stretch a model, train it briefly, write it, and measure before and after on the same tokens."""
@@ -474,7 +482,7 @@ def finetune(
         from recipes.tuning_load import find_recipe, make_finetune, override
 
         if resume:
-            if out is None or recipe is not None or settings or dry_run or seed is not None:
+            if out is None or recipe is not None or settings or dry_run or seed is not None or track is not None:
                 raise RecipeError("resume: give --out DIR and nothing else; the run's own recipe.yaml says the rest")
             from recipes.tuning_setting import resumed_finetune
 
@@ -486,11 +494,81 @@ def finetune(
         values = read_recipe(path)
         for words in settings or []:
             override(values, words)
+        if track is not None:
+            values["track"] = {"report_to": _words(track)}
         made = make_finetune(values if seed is None else values | {"seed": seed}, where=str(path))
         if dry_run:
             _preflight(made, as_json=as_json)
             return
         _finetune(made, out, resume=False, as_json=as_json)
+
+
+@app.command("log")
+def log_(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs of compare or finetune")],
+    project: Annotated[str, typer.Option("--project", help="of wandb")] = "rope-ext",
+    without_curve: Annotated[
+        bool, typer.Option("--without-curve", help="leave out the steps of a training, which were told as it ran")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Log runs to Weights & Biases from their rows, however long ago they ended; again goes on with the same ones.
+
+    Without a key it is done offline, for `wandb sync`.
+
+        rope-ext log runs/20261130-120000-compare-tiny
+    """
+    with _one_line_errors():
+        from recipes.tracking import log_folder, mode
+
+        ids = [each for run in runs for each in log_folder(run, project=project, curve=not without_curve)]
+        how = mode() or os.environ.get("WANDB_MODE", "online")
+        if as_json:
+            _print_json({"project": project, "mode": how, "ids": ids})
+            return
+        typer.echo(f"{len(ids)} runs in project {project}, {how}: {', '.join(ids)}")
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Say what this machine can do: versions, devices, ways to compute attention, and how to get what is missing."""
+    with _one_line_errors():
+        from recipes.doctor import examine
+
+        found = examine()
+        if as_json:
+            _print_json(found.as_dict())
+            return
+        for line in found.lines():
+            typer.echo(line)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs of compare or finetune")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="the file (default: report.html in RUN, or here if there are several)"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write runs as one page of HTML that opens offline: the verdict, tables, charts, and how to make it again.
+
+    Runs that saw the same tokens stand in one table, others apart. A run that was killed shows what it had measured.
+
+        rope-ext report runs/20261130-120000-compare-tiny
+
+        rope-ext report first second --out both.html
+    """
+    with _one_line_errors():
+        from recipes.page import write_page
+
+        target = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
+        page = write_page(runs, target)
+        if as_json:
+            _print_json({"out": str(page), "bytes": page.stat().st_size})
+            return
+        typer.echo(f"{page}: {page.stat().st_size / 1e6:.1f} MB, opens without a network")
 
 
 @app.command()

@@ -164,6 +164,8 @@ def filled(text: str) -> str:
     tables = {
         "methods": methods_table,
         "tiny": lambda: results_table("tiny"),
+        "tiny-alibi": lambda: results_table("tiny-alibi"),
+        "bench-alibi": lambda: bench_table("bench_alibi"),
         "smollm2": lambda: results_table("smollm2-135m"),
         "bench": lambda: bench_table("bench_evals"),
         "finetune": finetune_table,
