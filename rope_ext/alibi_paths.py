@@ -34,6 +34,8 @@ BLOCK = 256
 """Queries that share one origin of positions, relative to which slope * distance is rounded: the fewer the better."""
 FAR = 1024
 """Positions left out at one place, from which on a new block begins there."""
+FEW = 16
+"""Queries, as in decoding, up to which their own bias is smaller than keys with a dimension more."""
 KEPT_BLOCKS = 8
 """Blocks whose inputs, keys among them, are kept for the backward pass; where there are more, all are made again."""
 WHOLE = {torch.float32, torch.float64}
@@ -106,21 +108,56 @@ def folded(rows: Rows) -> Tensor:
         PatchError: a slope too steep for the dtype.
     """
     num_queries, size = rows.query.shape[2:]
+    if num_queries <= FEW and rows.query.dtype in WHOLE:
+        return _few(rows)
     queries = _query_terms(rows)
     value = F.pad(rows.value, (0, queries.shape[-1]))
     edges = _edges(rows)
-    again = torch.is_grad_enabled() and len(edges) - 1 > KEPT_BLOCKS and _needs_grad(rows)
+    trained = torch.is_grad_enabled() and _needs_grad(rows)
+    again = trained and len(edges) - 1 > KEPT_BLOCKS
+    # One copy of the keys serves all blocks, but for those that a backward pass will want as they were
+    keys_once = None if trained else F.pad(rows.key, (0, queries.shape[-1]))
     parts: list[Tensor] = []
     for start, stop in pairwise(edges):
         keys = rows.key.shape[2] if rows.mask is not None else rows.first + stop
         query = torch.cat((rows.query[:, :, start:stop], queries.expand(len(rows.query), -1, stop - start, -1)), dim=-1)
-        given = (query, rows.key[:, :, :keys], value[:, :, :keys], _key_terms(rows, start, stop, keys))
+        terms = _key_terms(rows, start, stop, keys)[:, None]
         mask = None if rows.mask is None else rows.mask[:, :, start:stop]
-        parts.append(
-            checkpoint(_block, *given, mask, rows, use_reentrant=False) if again else _block(*given, mask, rows)
-        )
+        if keys_once is not None:
+            keys_once[:, :, :keys, size:] = terms
+            parts.append(_block(query, keys_once[:, :, :keys], value[:, :, :keys], mask, rows))
+            continue
+        given = (query, rows.key[:, :, :keys], terms, value[:, :, :keys], mask, rows)
+        parts.append(checkpoint(_trained_block, *given, use_reentrant=False) if again else _trained_block(*given))
     assert edges[-1] == num_queries
     return torch.cat(parts, dim=2)[..., :size]
+
+
+def _few(rows: Rows) -> Tensor:
+    """Compute a few queries under their bias as a mask of numbers: heads x queries x keys of them."""
+    num_queries, num_keys = rows.query.shape[2], rows.key.shape[2]
+    own = rows.positions[:, rows.first : rows.first + num_queries]
+    distance = own[:, None, :, None] - rows.positions[:, None, None, :]
+    bias = -rows.slopes.to(rows.query.dtype)[:, None, None] * distance
+    if rows.mask is not None:
+        bias = bias + _added(rows.mask)
+    elif num_queries > 1:
+        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=bias.device).tril(rows.first)
+        bias = bias.masked_fill(~seen, -torch.inf)
+    return F.scaled_dot_product_attention(
+        rows.query,
+        rows.key,
+        rows.value,
+        attn_mask=bias,
+        dropout_p=rows.dropout,
+        scale=rows.scale,
+        enable_gqa=rows.query.shape[1] != rows.key.shape[1],
+    )
+
+
+def _trained_block(query: Tensor, key: Tensor, terms: Tensor, value: Tensor, mask: Tensor | None, rows: Rows) -> Tensor:
+    key = torch.cat((key, terms.expand(len(key), key.shape[1], -1, -1)), dim=-1)
+    return _block(query, key, value, mask, rows)
 
 
 def _edges(rows: Rows) -> list[int]:
@@ -138,8 +175,7 @@ def _needs_grad(rows: Rows) -> bool:
     return any(tensor.requires_grad for tensor in (rows.query, rows.key, rows.value))
 
 
-def _block(query: Tensor, key: Tensor, value: Tensor, terms: Tensor, mask: Tensor | None, rows: Rows) -> Tensor:
-    key = torch.cat((key, terms[:, None].expand(len(key), key.shape[1], -1, -1)), dim=-1)
+def _block(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rows: Rows) -> Tensor:
     num_queries, num_keys = query.shape[2], key.shape[2]
     causal = mask is None and num_queries == num_keys
     if mask is None and not causal and num_queries > 1:

@@ -298,8 +298,8 @@ def write_card(directory: Path) -> None:
     (directory / "README.md").write_text(f"""# {directory.name}: a LLaMA with a window of {WINDOW} tokens
 
 A subject for measuring context extension on a CPU, bundled with rope-ext; of no other use. {record["parameters"]:,}
-parameters: hidden 128, 4 layers, 4 heads, 2 key-value heads, head_dim 32, tied embeddings; {positions}.
-Byte-level BPE of {VOCAB_SIZE:,} tokens, one token a digit.
+parameters: hidden 128, 4 layers, 4 heads, 2 key-value heads, head_dim 32, tied embeddings;
+{positions}. Byte-level BPE of {VOCAB_SIZE:,} tokens, one token a digit.
 
 Data: the Python {record["python"]} standard library's sources ({record["train_tokens"]:,} tokens) and recall tasks
 made on the fly. One source file in ten, chosen by a hash of its relative path (`evals.corpora.is_held_out`), was held

@@ -1,5 +1,6 @@
 """The bundled model is a subject worth measuring: able inside its window, lost beyond it, revived by a method."""
 
+import hashlib
 import json
 import math
 
@@ -11,7 +12,7 @@ from evals.grading import score_prompts
 from evals.passkey import FILLER, PromptMaker, RepeatedFiller
 from evals.perplexity import prefix_nll
 from evals.variants import VARIANTS
-from rope_ext import Yarn, extend, load_model
+from rope_ext import Alibi, Nope, Yarn, extend, load, load_model
 from rope_ext.hf import BUNDLED
 
 WINDOW = 256
@@ -92,3 +93,34 @@ def test_yarn_brings_both_back_at_four_times(tiny, corpus):
     with extend(model, Yarn(), factor=4):
         assert perplexity_at(model, corpus, (4 * WINDOW,))[4 * WINDOW] < 0.7 * before
         assert accuracy_at(model, tokenizer, 4 * WINDOW, 6) > 0.6
+
+
+@pytest.fixture(scope="module")
+def biased():
+    return load("tiny-alibi", device="cpu")
+
+
+def test_the_model_trained_under_alibi_is_whole_and_its_card_says_where_it_is_from(biased):
+    model, tokenizer = biased
+    folder = BUNDLED["tiny-alibi"]
+    assert sum(f.stat().st_size for f in folder.iterdir()) < 4e6
+    assert model.model.rotary_emb.patch.method == Alibi()
+    assert model.config.max_position_embeddings == WINDOW
+    assert len(tokenizer) == 1024
+    record, card = json.loads((folder / "training.json").read_text()), (folder / "README.md").read_text()
+    assert record["command"] in card
+    assert record["method"] == "alibi"
+    assert record["weights_sha256"] in card
+    assert hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() == record["weights_sha256"]
+
+
+def test_what_was_trained_under_alibi_reads_on_past_its_window_without_training(biased, corpus):
+    """Its own property, and not that of the same weights without the bias."""
+    model = biased[0]
+    with extend(model, Alibi(), context=8 * WINDOW):
+        at = perplexity_at(model, corpus, (WINDOW, 4 * WINDOW))
+        assert at[4 * WINDOW] < 1.05 * at[WINDOW]
+        assert accuracy_at(*biased, WINDOW, 8) >= 0.95
+        assert accuracy_at(*biased, 2 * WINDOW, 8) >= 0.5
+    with extend(model, Nope(), context=8 * WINDOW):
+        assert perplexity_at(model, corpus, (WINDOW,))[WINDOW] > 2 * at[WINDOW]
