@@ -36,9 +36,10 @@ def test_tables_are_current():
 def test_the_python_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     python = [code for language, code in BLOCKS if language == "python"]
-    usage, reload, _ = python
+    usage, reload, own_format, _ = python
     exec(usage, {})
     exec(reload, {})
+    exec(own_format, {})
 
 
 def test_the_recipe_of_the_readme_is_one():
