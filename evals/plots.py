@@ -14,7 +14,9 @@ Chart = alt.LayerChart | alt.FacetChart
 Spec = dict[str, Any]
 WIDTH, HEIGHT, PIXELS = 560, 340, 2
 # Okabe & Ito's palette: told apart with any kind of colour vision, and in print.
-PALETTE = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#F0E442")
+PALETTE = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#8A8A8A")
+SHAPES = ("circle", "square", "triangle-up", "cross", "diamond", "triangle-right", "triangle-down")
+"""One fewer than colours, so that a second round of these comes with other shapes."""
 
 
 def save(chart: Chart, path: Path) -> None:
@@ -50,11 +52,14 @@ def _title(text: str, subtitle: Sequence[str]) -> alt.TitleParams:
 def _by_method(order: Sequence[str]) -> tuple[alt.Color, alt.Shape]:
     """Return colour and shape by method over one domain, so that they share one legend."""
     colours = [PALETTE[i % len(PALETTE)] for i in range(len(order))]
+    shapes = [SHAPES[i % len(SHAPES)] for i in range(len(order))]
     return (
         alt.Color("method:N", title=None, sort=list(order), scale=alt.Scale(domain=list(order), range=colours)).legend(
             symbolOpacity=1, labelLimit=420
         ),
-        alt.Shape("method:N", title=None, sort=list(order), scale=alt.Scale(domain=list(order))).legend(labelLimit=420),
+        alt.Shape("method:N", title=None, sort=list(order), scale=alt.Scale(domain=list(order), range=shapes)).legend(
+            labelLimit=420
+        ),
     )
 
 

@@ -246,9 +246,29 @@ def read_cells(path: Path) -> list[Cell]:
     if not path.exists():
         raise EvalError(f"rows: {path} does not exist")
     try:
-        return [Cell(**row) for _, row in _objects(path)]
+        cells = [Cell(**row) for _, row in _objects(path)]
     except TypeError as error:
         raise EvalError(f"rows: {path} holds a line that is not a cell: {error}") from error
+    for cell in cells:
+        numbers = (cell.value, cell.ci_low, cell.ci_high, cell.depth, cell.position)
+        whole = all(_is_number(number) for number in (cell.length, cell.n, cell.context, cell.factor))
+        if not whole or not all(number is None or _is_number(number) for number in numbers):
+            raise EvalError(f"rows: {path} holds a cell of {cell.method} with a value that none can have")
+    return cells
+
+
+def read_contrasts(path: Path) -> list[Contrast]:
+    """Return the paired differences of a file; none if it does not exist.
+
+    Raises:
+        EvalError: a line is not one.
+    """
+    if not path.exists():
+        return []
+    try:
+        return [Contrast(**row) for _, row in _objects(path)]
+    except TypeError as error:
+        raise EvalError(f"rows: {path} holds a line that is not a difference: {error}") from error
 
 
 def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -61,6 +61,9 @@ class Health:
         told = [f"{name} {version}" for name, version in self.versions.items()]
         lines = [", ".join(told), f"machine: {self.machine}", f"devices: {', '.join(self.devices)}"]
         lines.append(f"free disk here: {self.free_disk / 1e9:.1f} GB")
+        asked = os.environ.get(PATH)
+        if asked is not None and asked not in PATHS:
+            lines.append(f"{PATH} is {asked!r}, which names no path: unset it, or name one of {', '.join(PATHS)}")
         lines += [f"attention {name}: {word}" for name, word in self.attention.items()]
         lines += [f"alibi by {name}: {word}" for name, word in self.alibi.items()]
         for extra in self.extras:

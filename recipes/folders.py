@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from evals import rows
-from evals.rows import Cell, Sample
+from evals.rows import Cell, Contrast, Sample
 from recipes.aggregate import cells_from
-from recipes.compare import CELLS, RUN, SAMPLES
+from recipes.compare import CELLS, DIFFERENCES, RUN, SAMPLES
 from recipes.finetune import AFTER, BEFORE, EVALS
 from recipes.load import RecipeError, read_recipe
 from recipes.setting import RECIPE
@@ -43,6 +43,7 @@ class Part:
     labels: dict[str, str]
     cells: tuple[Cell, ...]
     samples: tuple[Sample, ...]
+    contrasts: tuple[Contrast, ...]
     record: dict[str, Any]
 
 
@@ -83,9 +84,9 @@ def read_folder(path: Path) -> Folder:
         parts = [_part(path, recipe)]
     else:
         curve = len(read_curve(path / CURVE)) if (path / CURVE).is_file() else 0
-        stages = sorted(
-            (each for each in (path / EVALS).glob("*") if each.is_dir()), key=lambda each: _order(each.name)
-        )
+        names = (BEFORE, AFTER, "step-" + "[0-9]" * 6)
+        found = [each for name in names for each in (path / EVALS).glob(name) if each.is_dir()]
+        stages = sorted(found, key=lambda each: _order(each.name))
         parts = [_part(each, recipe, steps=curve) for each in stages]
     parts = [part for part in parts if part is not None]
     if not parts:
@@ -109,7 +110,14 @@ def _record(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    found = found if isinstance(found, dict) else {}
+    legs = found.get("legs")
+    sound = [leg for leg in legs if isinstance(leg, dict)] if isinstance(legs, list) else []
+    return found | {"legs": [{**NOTHING, **leg} for leg in sound]}
+
+
+NOTHING = {"started": "?", "commit": None, "machine": "?", "seconds": "?", "versions": {}, "fingerprints": {}}
+"""What a leg of a run that an earlier version wrote may lack."""
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -144,6 +152,7 @@ def _part(folder: Path, recipe: dict[str, Any], *, steps: int | None = None) -> 
         labels={c.fingerprint: _called(c) for c in cells},
         cells=tuple(cells),
         samples=tuple(samples),
+        contrasts=tuple(rows.read_contrasts(folder / DIFFERENCES)) if finished else (),
         record=record,
     )
 
@@ -161,18 +170,37 @@ def _called(cell: Cell) -> str:
         return cell.method
 
 
+Column = tuple[str, str, int, float | None, int | None]
+"""Task, protocol, length, depth and position."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """What is drawn as one line: a method on a model at a stage, under a name that nothing else in its group has."""
+    """What is drawn as one line: a method on a model at a stage, under a name that nothing else in its group has.
+
+    Attributes:
+        part: where it was measured first; `parts` are all, as runs may share a method and have other lengths.
+    """
 
     name: str
-    part: Part
     fingerprint: str
+    parts: tuple[Part, ...]
+
+    @property
+    def part(self) -> Part:
+        """Where it was measured first."""
+        return self.parts[0]
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Its cells."""
-        return tuple(c for c in self.part.cells if c.fingerprint == self.fingerprint)
+        """Its cells, of a column that was measured twice the fuller one."""
+        found: dict[Column, Cell] = {}
+        for part in self.parts:
+            for cell in part.cells:
+                at = _column(cell)
+                if cell.fingerprint == self.fingerprint and (at not in found or _fuller(cell, found[at])):
+                    found[at] = cell
+        return tuple(found.values())
 
     def pooled(self, task: str, protocol: str) -> dict[int, Cell]:
         """Return the cells over all places by length."""
@@ -181,15 +209,22 @@ class Series:
 
     def samples(self, task: str, protocol: str, length: int) -> list[Sample]:
         """Return the samples behind a pooled cell."""
-        mine = (s for s in self.part.samples if s.fingerprint == self.fingerprint)
-        return [s for s in mine if (s.task, s.protocol, s.length) == (task, protocol, length)]
+        wanted = (self.fingerprint, task, protocol, length)
+        every = (
+            [s for s in part.samples if (s.fingerprint, s.task, s.protocol, s.length) == wanted] for part in self.parts
+        )
+        return max(every, key=len)
+
+
+def _fuller(one: Cell, other: Cell) -> bool:
+    return (one.value is not None, one.n) > (other.value is not None, other.n)
 
 
 def grouped(folders: Sequence[Folder]) -> list[list[Series]]:
     """Return the series of all runs, those together that saw the same tokens; what several runs share once.
 
     Two measurements belong together if every column that both have (task, protocol, length, place) is of the same
-    data, at least one is, and their models came with the same window.
+    data, at least one is, and their models came with the same window. What was killed may have a part of the data.
     """
     groups: list[list[tuple[Folder, Part]]] = []
     for folder in folders:
@@ -203,28 +238,48 @@ def grouped(folders: Sequence[Folder]) -> list[list[Series]]:
 
 
 def _alike(one: Part, other: Part) -> bool:
+    if one.original_context != other.original_context:
+        return False
     hashes = [{_column(c): c.data_hash for c in part.cells if c.data_hash} for part in (one, other)]
     shared = hashes[0].keys() & hashes[1].keys()
-    same = all(hashes[0][column] == hashes[1][column] for column in shared)
-    return bool(shared) and same and one.original_context == other.original_context
+    different = [column for column in shared if hashes[0][column] != hashes[1][column]]
+    if not different:
+        return bool(shared)
+    if one.finished and other.finished:
+        return False
+    # One was killed: what it had done has to be among what the other did
+    units = [{(s.task, s.protocol, s.length, s.unit): s.data_hash for s in part.samples} for part in (one, other)]
+    both = units[0].keys() & units[1].keys()
+    less = min(units, key=len)
+    return bool(both) and all(units[0][unit] == units[1][unit] for unit in both) and len(both) == len(less)
 
 
-def _column(cell: Cell) -> tuple[str, str, int, float | None, int | None]:
+def _column(cell: Cell) -> Column:
     return (cell.task, cell.protocol, cell.length, cell.depth, cell.position)
 
 
 def _named(group: Sequence[tuple[Folder, Part]]) -> Iterator[Series]:
-    seen: set[str] = set()
-    found: list[tuple[str, Folder, Part, str]] = []
     several_models = len({part.model for _, part in group}) > 1
+    found: dict[str, tuple[str, Folder, list[Part]]] = {}
     for folder, part in group:
         for fingerprint, called in part.labels.items():
-            if fingerprint in seen:
-                continue  # the same weights under the same method on the same tokens: measured twice
-            seen.add(fingerprint)
+            if fingerprint in found:  # the same weights under the same method on the same tokens: measured twice
+                found[fingerprint][2].append(part)
+                continue
             about = [*([Path(part.model).name] if several_models else []), *([part.stage] if part.stage else [])]
-            name = called + (f" ({', '.join(about)})" if about else "")
-            found.append((name, folder, part, fingerprint))
-    for name, folder, part, fingerprint in found:
-        alone = sum(other == name for other, *_ in found) == 1
-        yield Series(name=name if alone else f"{name} [{folder.path.name}]", part=part, fingerprint=fingerprint)
+            found[fingerprint] = (called + (f" ({', '.join(about)})" if about else ""), folder, [part])
+    taken: set[str] = set()
+    for fingerprint, (name, folder, parts) in found.items():
+        choices = [name] if sum(other == name for other, *_ in found.values()) == 1 else []
+        choices += [f"{name} [{where}]" for where in (folder.path.name, folder.path, f"{folder.path}, {fingerprint}")]
+        chosen = next(choice for choice in choices if choice not in taken and _tells(choice, name, folder, found))
+        taken.add(chosen)
+        yield Series(name=chosen, fingerprint=fingerprint, parts=tuple(parts))
+
+
+def _tells(choice: str, name: str, folder: Folder, found: dict[str, tuple[str, Folder, list[Part]]]) -> bool:
+    """Whether a choice that names a run by its last word names one alone."""
+    alike = {
+        other.path for called, other, _ in found.values() if called == name and other.path.name == folder.path.name
+    }
+    return choice != f"{name} [{folder.path.name}]" or len(alike) == 1

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from evals.rows import Cell, Contrast, write_whole
 from recipes.compare import SAMPLES
 from recipes.environment import versions
 from recipes.folders import Folder, Series, grouped, read_folder
+from recipes.load import RecipeError
 from recipes.present import TITLES, difference_in_words, protocol_in_words, unit_of
 from recipes.verdict import first_protocol, is_plain, paired, reaches_of, threshold_of, verdict_of
 
@@ -70,7 +72,10 @@ def write_page(paths: Sequence[Path], out: Path) -> Path:
         EvalError: its rows are damaged.
     """
     folders = [read_folder(path) for path in paths]
-    sections = [_section(group, folders) for group in grouped(folders)]
+    if out.is_dir() or not out.name:
+        raise RecipeError(f"report: --out {out} is a folder; name a file, as {out / 'report.html'}")
+    every = [_section(group, folders) for group in grouped(folders)]
+    sections = [section for section in every if section is not None]
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -86,8 +91,11 @@ def write_page(paths: Sequence[Path], out: Path) -> Path:
         library=plots.javascript(),
         versions=versions(),
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, text)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, text)
+    except OSError as error:
+        raise RecipeError(f"report: --out {str(out)[:200]} cannot be written: {error.strerror}") from error
     return out
 
 
@@ -100,10 +108,13 @@ def _title(folders: Sequence[Folder]) -> str:
     return f"{', '.join(models)}: {len(folders)} run{'s' * (len(folders) > 1)}"
 
 
-def _section(group: list[Series], folders: Sequence[Folder]) -> Section:
+def _section(group: list[Series], folders: Sequence[Folder]) -> Section | None:
+    """Return what a group says; None of stages between the ends of a training alone, which stand beside nothing."""
     names, original = _models(group), group[0].part.original_context
     context = max(cell.context for series in group for cell in series.cells)
     everything, group = group, [series for series in group if not series.part.is_between]
+    if not group:
+        return None
     cells = [cell for series in group for cell in series.cells]
     columns = list(dict.fromkeys((c.task, c.protocol) for c in cells))
     failed = [
@@ -114,7 +125,7 @@ def _section(group: list[Series], folders: Sequence[Folder]) -> Section:
     ]
     return Section(
         title=f"{names}: trained window {original}, stretched to {context} tokens",
-        verdict=verdict_of(group, original, threshold_of(folders)),
+        verdict=verdict_of(group, original, threshold_of(folders, group)),
         tables=[*_overview(group, columns, original), *_differences(group, columns, original)],
         charts=[
             *_charts(group, columns, folders, original, context),
@@ -173,10 +184,10 @@ def _is_trained(series: Series, group: Sequence[Series]) -> bool:
 
 
 def _missing(folders: Sequence[Folder], group: list[Series]) -> list[str]:
-    mine = {series.part.folder for series in group}
+    mine = {part.folder for series in group for part in series.parts}
     return [
         f"{folder.path.name} was stopped before its end: what it had measured is here, with the n that it had. "
-        f"Go on with it: rope-ext {folder.kind} --resume --out {folder.path}"
+        f"Go on with it: rope-ext {folder.kind} --resume --out {shlex.quote(str(folder.path))}"
         for folder in folders
         if not folder.finished and any(part.folder in mine for part in folder.parts)
     ]
@@ -193,7 +204,11 @@ def _overview(group: Sequence[Series], columns: Sequence[tuple[str, str]], origi
         for series in group:
             pooled = series.pooled(task, protocol)
             if pooled:
-                rows.append((series.name, [_entry(pooled.get(n)) for n in lengths]))
+                most = {
+                    n: max(s.pooled(task, protocol)[n].n for s in group if n in s.pooled(task, protocol))
+                    for n in lengths
+                }
+                rows.append((series.name, [_entry(pooled.get(n), most[n]) for n in lengths]))
                 counts |= {cell.n for cell in pooled.values()}
         n = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
         unit = "trials" if task == "passkey" else "documents"
@@ -202,13 +217,15 @@ def _overview(group: Sequence[Series], columns: Sequence[tuple[str, str]], origi
     return tables
 
 
-def _entry(cell: Cell | None) -> Entry:
+def _entry(cell: Cell | None, most: int) -> Entry:
     if cell is None:
         return Entry(math.inf, "")
     if cell.value is None:
         return Entry(math.inf, "failed")
     shown = f"{cell.value:.2f}" if cell.task == "passkey" else f"{cell.value:.4g}"
     interval = "" if cell.ci_low is None or cell.ci_high is None else f"{cell.ci_low:.3g} to {cell.ci_high:.3g}"
+    if cell.n < most:
+        interval = f"{interval}, n = {cell.n} alone".removeprefix(", ")
     return Entry(cell.value, shown, interval)
 
 
@@ -260,7 +277,7 @@ def _charts(
         elif task == "nll-by-position" and pooled:
             rows = [{"method": labels[c.fingerprint], "length": c.length, "value": c.value, **_ends(c)} for c in pooled]
             charts.append(plots.position_chart(rows, [*labels.values()], original_context=original, model=model))
-    charts += _passkey_charts(group, columns, original, threshold_of(folders))
+    charts += _passkey_charts(group, columns, original, threshold_of(folders, group).share)
     charts += _training_charts(group, folders, model)
     charts += _frequency_charts(group, original, context, model)
     return [Drawn(plots.spec(chart)) for chart in charts]
@@ -323,7 +340,7 @@ def _passkey_charts(
 
 
 def _training_charts(group: Sequence[Series], folders: Sequence[Folder], model: str) -> list[plots.Chart]:
-    mine = {series.part.folder for series in group}
+    mine = {part.folder for series in group for part in series.parts}
     return [
         plots.loss_chart(
             folder.curve,
@@ -352,9 +369,12 @@ def _frequency_charts(group: Sequence[Series], original: int, context: int, mode
             None,
         )
         base, name = record.get("base_frequencies"), series.part.labels[series.fingerprint]
-        if found is None or base is None or name in ratios:
+        if found is None or base is None or len(found) != len(base):
             continue
-        ratios[name] = [new / old if old else 0.0 for new, old in zip(found, base, strict=True)]
+        ratio = [new / old if old else 0.0 for new, old in zip(found, base, strict=True)]
+        if ratios.get(name, ratio) != ratio:
+            name = series.name  # to another window, or on another base
+        ratios[name] = ratio
         wavelengths[name] = [2 * math.pi / f if f else math.inf for f in found]
     if not any(ratio > 0 for values in ratios.values() for ratio in values):
         return []
@@ -366,7 +386,8 @@ def _frequency_charts(group: Sequence[Series], original: int, context: int, mode
 
 def _about(folder: Folder, home: Path) -> dict[str, Any]:
     """Return what has to be known to make a run again."""
-    command = f"rope-ext {folder.kind} {'' if folder.kind == 'finetune' else '--recipe '}{folder.path / 'recipe.yaml'}"
+    recipe = shlex.quote(str(folder.path / "recipe.yaml"))
+    command = f"rope-ext {folder.kind} {'' if folder.kind == 'finetune' else '--recipe '}{recipe}"
     corpora = [part.record["corpus"] for part in folder.parts if part.record.get("corpus")]
     return {
         "name": str(folder.path),

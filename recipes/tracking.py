@@ -10,6 +10,7 @@ import importlib.util
 import netrc
 import os
 import queue
+import secrets
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evals.errors import EvalError
 from evals.rows import Cell
 from recipes.folders import Folder, Series, grouped, read_folder
 from recipes.load import RecipeError
@@ -24,6 +26,8 @@ from recipes.page import write_page
 
 PROJECT = "rope-ext"
 HOST = "api.wandb.ai"
+MARK = "wandb-id.txt"
+"""In a run's folder: what its ids are made of, so that a copy or a moved one is the same run."""
 FEW_SECONDS = 20.0
 """What a run waits for at most when it ends."""
 MANY_SECONDS = 600.0
@@ -43,24 +47,38 @@ def log_folder(path: Path, *, project: str = PROJECT, curve: bool = True) -> lis
         RecipeError: the package is missing, or the folder holds no run.
         EvalError: its rows are damaged.
     """
-    wandb = _package()
-    folder = read_folder(path)
+    wandb, folder = _package(), read_folder(path)
+    try:
+        return _logged(wandb, folder, project, curve=curve)
+    except (RecipeError, EvalError):
+        raise
+    except Exception as error:  # whatever another's code raises
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise RecipeError(
+            f"track: wandb failed ({reason}); {path} is whole: log it again: rope-ext log {path}"
+        ) from error
+
+
+def _logged(wandb: Any, folder: Folder, project: str, *, curve: bool) -> list[str]:
+    path = folder.path
     page = write_page([path], path / "report.html")
     ids: list[str] = []
     series = [each for group in grouped([folder]) for each in group]
-    common = {"project": project, "group": group_of(path), "mode": mode(), "resume": "allow"}
+    quiet = wandb.Settings(silent=True, console="off")
+    common = {"project": project, "group": group_of(path), "mode": mode(), "resume": "allow", "settings": quiet}
     if folder.kind == "finetune":
         with wandb.init(**common, **training_run(folder.path, folder.recipe)) as run:
             _define(run)
             for line in folder.curve if curve else []:
                 run.log(curve_values(line))
-            for each in series:
+            for each in series if run.step <= len(folder.curve) else []:  # not where an earlier call did it
                 run.log({"train/tokens": _tokens_at(folder, each), **_values(each.cells, "eval/")})
             ids.append(run.id)
     else:
         for each in series:
             with wandb.init(**common, **_method_run(folder, each)) as run:
-                _log_method(run, each)
+                if run.step == 0:  # what an earlier call logged is there
+                    _log_method(run, each)
                 ids.append(run.id)
     with wandb.init(**common, id=_id(folder.path, "report"), name="report", job_type="report") as run:
         run.log({"cells": wandb.Table(columns=list(COLUMNS), data=_table(series))})
@@ -97,9 +115,12 @@ def group_of(path: Path) -> str:
 
 
 def _id(path: Path, what: str) -> str:
-    """Return an id that stays with a run and one of its methods, and with nothing else."""
-    recipe = (path / "recipe.yaml").read_bytes()
-    return hashlib.sha256(b"\0".join((recipe, str(path.resolve()).encode(), what.encode()))).hexdigest()[:16]
+    """Return an id that stays with a run and one of its methods, and with nothing else, wherever the folder goes."""
+    mark = path / MARK
+    if not mark.is_file():
+        mark.write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
+    own = mark.read_text(encoding="utf-8").strip()
+    return hashlib.sha256(f"{own}\0{what}".encode()).hexdigest()[:16]
 
 
 def training_run(path: Path, recipe: Mapping[str, Any]) -> dict[str, Any]:

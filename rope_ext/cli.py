@@ -519,8 +519,11 @@ def log_(
         rope-ext log runs/20261130-120000-compare-tiny
     """
     with _one_line_errors():
+        from recipes.folders import read_folder
         from recipes.tracking import log_folder, mode
 
+        for run in runs:
+            read_folder(run)  # what is wrong with any of them is told before the first is logged
         ids = [each for run in runs for each in log_folder(run, project=project, curve=not without_curve)]
         how = mode() or os.environ.get("WANDB_MODE", "online")
         if as_json:

@@ -16,7 +16,7 @@ from recipes.page import write_page
 from recipes.setting import prepare
 from recipes.tuning_load import make_finetune
 from recipes.tuning_setting import prepare_finetune
-from recipes.verdict import verdict_of
+from recipes.verdict import Threshold, threshold_of, verdict_of
 from tests.recipes.test_cli import document, refused, rope_ext
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -76,14 +76,102 @@ def test_the_verdict_is_of_the_method_that_goes_farthest(run):
     [group] = grouped([read_folder(run)])
     cells = {(s.name, c.length): c for s in group for c in s.cells if (c.task, c.depth) == ("passkey", None)}
     assert all(cell.value == 0 for cell in cells.values())  # a random model finds none
-    words = verdict_of(group, 512, 0.85)
-    assert words[0] == "No method finds 0.85 of the passkeys at the shortest length, 512 tokens."
-    lowest = min(group, key=lambda s: s.pooled("perplexity", "prefix")[1024].value)
-    assert words[1].startswith(
-        f"{lowest.name} has a perplexity of {lowest.pooled('perplexity', 'prefix')[1024].value:.3g}"
+    words = verdict_of(group, 512, Threshold(0.85))
+    assert words[0] == (
+        "No method is known to find passkeys at the shortest length, 512 tokens (0.85 asked for at every length)."
     )
-    found = verdict_of(group, 512, 0.0)[0]
-    assert re.match(r"\w+ goes farthest: it finds passkeys to 1,024 tokens, 2 times the trained window \(0.00", found)
+    lowest = min(group, key=lambda s: s.pooled("perplexity", "prefix")[1024].value)
+    value = lowest.pooled("perplexity", "prefix")[1024].value
+    assert words[1].startswith(f"{lowest.name} has a perplexity of {value:.3g}")
+    assert verdict_of(group, 512, Threshold(0.0))[0].startswith(f"{lowest.name}, "), (
+        "all reach it, and of these the one with the lowest perplexity is named first"
+    )
+
+
+def scored(run, folder, change):
+    """Copy a run with every sample passed through `change`, as if it had been killed: cells follow from samples."""
+    copied(run, folder)
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    kept = [found for line in lines if (found := change(line)) is not None]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | {"finished": False}))
+    return folder
+
+
+def said(folder, **keywords):
+    [group] = grouped([read_folder(folder)])
+    return " ".join(verdict_of(group, 512, threshold_of([read_folder(folder)], group), **keywords))
+
+
+def test_a_winner_is_declared_only_where_there_is_one(run, tmp_path):
+    def both(line):
+        return line | {"value": 1.0} if line["task"] == "passkey" and line["method"] != "linear" else line
+
+    words = said(scored(run, tmp_path / "tie", both))
+    assert re.search(r"(unscaled, yarn|yarn, unscaled) all find passkeys to 1,024 tokens, 2 times the trained", words)
+    assert "the longest length measured; of these" in words
+
+    def one(line):
+        return line | {"value": 1.0} if line["task"] == "passkey" and line["method"] == "linear" else line
+
+    assert "linear goes farthest: it finds passkeys to 1,024 tokens" in said(scored(run, tmp_path / "one", one))
+
+
+def test_columns_that_are_partly_done_or_failed_are_not_ranked(run, tmp_path):
+    def cut(line):
+        if line["task"] == "passkey":
+            line |= {"value": 1.0}
+            late = line["method"] == "yarn" and line["length"] == 1024 and line["unit"].partition("/")[2] != "0"
+            return None if late or line["method"] == "linear" else line
+        # of yarn's perplexity at 1,024 tokens one document alone, and a very good one
+        if line["method"] == "yarn" and line["task"] == "perplexity" and line["length"] == 1024:
+            return line | {"value": 0.1} if line["unit"] == "1.txt" else None
+        return line
+
+    words = said(scored(run, tmp_path / "cut", cut))
+    assert "unscaled goes farthest: it finds passkeys to 1,024 tokens" in words
+    assert "nothing beyond is known: yarn at 1,024, linear at 512." in words
+    assert "yarn has a perplexity" not in words
+    assert "at 512 tokens (n = 3)" in words or "at 512 tokens, n = 3" in words  # the longest that all have whole
+    text = write_page([tmp_path / "cut"], tmp_path / "page.html").read_text()
+    assert "n = 1 alone" in text
+
+
+def test_a_threshold_can_be_a_share_of_what_the_model_as_it_came_scores(run, tmp_path):
+    folder = copied(run, tmp_path / "of_base")
+    recipe = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(recipe.replace("of_base: false", "of_base: true"))
+
+    def most(line):
+        half = line["task"] == "passkey" and line["unit"].endswith("/0")
+        return line | {"value": 1.0 if half else 0.0} if line["task"] == "passkey" else line
+
+    words = said(scored(folder, tmp_path / "scored", most))
+    assert "all find passkeys to 1,024 tokens" in words
+    assert "0.425 asked for at every length; 0.85 of the 0.5 that unscaled scores at the shortest length" in words
+
+
+def test_runs_of_one_method_at_other_lengths_show_all_of_them(checkpoint, data, tmp_path):
+    for name, lengths in (("short", [512]), ("long", [512, 1024])):
+        asked = {"model": str(checkpoint), "methods": ["yarn"], "context": 1024, "lengths": lengths, "data": str(data)}
+        asked |= {"perplexity": {"documents": 3}, "passkey": {"trials": 0}}
+        run_compare(prepare(make_recipe(asked), tmp_path / name))
+    # The corpus is of documents that are long enough for the longest length: the same three here
+    groups = grouped([read_folder(tmp_path / name) for name in ("short", "long")])
+    lengths = [sorted(series.pooled("perplexity", "prefix")) for group in groups for series in group]
+    assert [512, 1024] in lengths
+    text = write_page([tmp_path / "short", tmp_path / "long"], tmp_path / "page.html").read_text()
+    assert ">1,024</button>" in text
+
+
+def test_runs_whose_folders_have_one_name_are_told_apart(checkpoint, data, tmp_path):
+    asked = {"model": str(checkpoint), "methods": ["yarn"], "lengths": [512], "data": str(data)}
+    asked |= {"perplexity": {"documents": 3}, "passkey": {"trials": 0}}
+    for place, context in (("x", 1024), ("y", 2048)):
+        run_compare(prepare(make_recipe(asked | {"context": context}), tmp_path / place / "run"))
+    [group] = grouped([read_folder(tmp_path / place / "run") for place in ("x", "y")])
+    assert len({series.name for series in group}) == 2
 
 
 def test_runs_on_the_same_tokens_share_a_table_and_others_stand_apart(run, checkpoint, data, tmp_path):
@@ -176,6 +264,16 @@ def test_a_fine_tune_has_its_curve_and_its_stages(checkpoint, data, tmp_path, mo
         },
     }
     run_finetune(prepare_finetune(make_finetune(recipe), tmp_path / "run"))
+    # Killed inside the measurement between: a stage that is partly done stands in no section of its own
+    killed = copied(tmp_path / "run", tmp_path / "killed")
+    shutil.rmtree(killed / "evals" / "after")
+    (killed / "evals" / ".ipynb_checkpoints").mkdir()
+    for name in ("cells.jsonl", "run.json"):
+        (killed / "evals" / "step-000002" / name).unlink()
+    lines = (killed / "evals" / "step-000002" / "samples.jsonl").read_text().splitlines()
+    (killed / "evals" / "step-000002" / "samples.jsonl").write_text(lines[0] + "\n")
+    text = write_page([killed], tmp_path / "killed.html").read_text()
+    assert text.count('class="verdict"') == 1
     [group] = grouped([read_folder(tmp_path / "run")])
     assert [series.name for series in group] == [
         "unscaled (untrained)",
@@ -200,6 +298,12 @@ def test_the_command_and_what_it_refuses(run, tmp_path):
     (tmp_path / "recipe.yaml").write_text("a: [")
     with pytest.raises(RecipeError, match="is not YAML"):
         read_folder(tmp_path)
+    assert "is a folder; name a file" in refused("report", run, "--out", tmp_path)
+    broken = copied(run, tmp_path / "nan")
+    (broken / "cells.jsonl").write_text(
+        (broken / "cells.jsonl").read_text().replace('"factor": 2.0', '"factor": NaN', 1)
+    )
+    assert "with a value that none can have" in refused("report", broken)
     document("report", copied(run, tmp_path / "default"), "--json")
     assert (tmp_path / "default" / "report.html").exists()
 

@@ -1,6 +1,7 @@
 """Tracking on Weights & Biases, offline: read back from its own file, and whatever befalls it kept from the run."""
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from recipes.load import RecipeError, make_recipe
 from recipes.screen import compare_on_screen
 from recipes.setting import prepare
 from recipes.tracking import Live, log_aside, log_folder
-from tests.recipes.test_cli import document
+from tests.recipes.test_cli import document, refused
 
 wandb = pytest.importorskip("wandb")
 pytestmark = [pytest.mark.enable_socket, pytest.mark.filterwarnings("ignore")]
@@ -106,7 +107,9 @@ def test_a_comparison_is_a_group_of_a_run_a_method_and_reads_back(recipe, tmp_pa
     values = {(row[0], row[4]): row[7] for row in json.loads(stored.read_text())["data"]}
     assert values == {(c.method, c.length): c.value for c in cells}
     assert any(row.get("report/_type") == "html-file" for row in found[ids[2]]["history"])
-    assert log_folder(out) == ids  # goes on with the same ones
+    moved = tmp_path / "elsewhere" / "run"
+    shutil.copytree(out, moved)
+    assert log_folder(moved) == ids  # goes on with the same ones, wherever the folder is
 
 
 def test_asked_for_on_the_command_line_and_logged_again(recipe, tmp_path):
@@ -181,6 +184,15 @@ def test_a_missing_package_is_told_with_the_line_that_installs_it(tmp_path, monk
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(RecipeError, match="wandb is not installed: pip install wandb"):
         log_folder(tmp_path)
+
+
+def test_what_wandb_itself_refuses_is_one_line(recipe, tmp_path, monkeypatch):
+    run_compare(prepare(make_recipe(recipe), tmp_path / "run"))
+    monkeypatch.setenv("WANDB_MODE", "garbage")
+    wandb.teardown()
+    line = refused("log", tmp_path / "run")
+    assert "track: wandb failed (" in line
+    assert "is whole: log it again" in line
 
 
 def test_only_this_file_imports_it():
