@@ -208,10 +208,9 @@ def _fullest(rows: Sequence[Mapping[str, object]]) -> str:
     return max(totals, key=lambda name: totals[name])
 
 
-def _heat(
-    rows: Sequence[Mapping[str, object]], value: str, scale: alt.Scale, name: str, *, absolute: bool
-) -> tuple[alt.Chart, alt.Chart]:
-    base = alt.Chart(_data(rows)).encode(
+def _places(rows: Sequence[Mapping[str, object]], *, absolute: bool) -> alt.Chart:
+    """Return the frame of a map: lengths to the right, places of the key downwards."""
+    return alt.Chart(_data(rows)).encode(
         x=alt.X("length:O", title="tokens of context", axis=alt.Axis(labelAngle=0)),
         y=alt.Y(
             "place:O",
@@ -219,6 +218,12 @@ def _heat(
             sort=alt.EncodingSortField("order"),
         ),
     )
+
+
+def _heat(
+    rows: Sequence[Mapping[str, object]], value: str, scale: alt.Scale, name: str, *, absolute: bool
+) -> tuple[alt.Chart, alt.Chart]:
+    base = _places(rows, absolute=absolute)
     told = [alt.Tooltip("length:O"), alt.Tooltip("place:O"), alt.Tooltip(f"{value}:Q", format=".2f")]
     if value == "value":
         told += [alt.Tooltip("low:Q", format=".2f"), alt.Tooltip("high:Q", format=".2f"), alt.Tooltip("n:Q")]
@@ -334,14 +339,7 @@ def passkey_chart(cells: Sequence[Cell], label: str, *, original_context: int, m
     ]
     n = max((c.n for c in cells), default=0)
     absolute = any(c.position is not None for c in cells)
-    base = alt.Chart(_data(rows)).encode(
-        x=alt.X("length:O", title="tokens of context", axis=alt.Axis(labelAngle=0)),
-        y=alt.Y(
-            "place:O",
-            title="tokens before the key" if absolute else "depth of the key",
-            sort=alt.EncodingSortField("order"),
-        ),
-    )
+    base = _places(rows, absolute=absolute)
     cell = base.mark_rect(stroke="white").encode(color=alt.Color("value:Q", title="accuracy", scale=HEAT))
     text = base.mark_text(fontSize=12).encode(
         text="text:N", color=alt.condition("datum.value < 0.55", alt.value("white"), alt.value("#222"))

@@ -33,13 +33,6 @@ class Entry(NamedTuple):
     interval: str = ""
 
 
-class Drawn(NamedTuple):
-    """A chart: its Vega-Lite, and what there is to say where it could not be drawn."""
-
-    spec: plots.Spec
-    note: str = ""
-
-
 class Lines(NamedTuple):
     """A table: its heads, and rows that begin with a name."""
 
@@ -56,7 +49,7 @@ class Section:
     title: str
     verdict: list[str]
     tables: list[Lines]
-    charts: list[Drawn]
+    charts: list[plots.Spec]
     failures: list[str]
     protocols: list[str]
     missing: list[str] = field(default_factory=list[str])
@@ -80,7 +73,7 @@ def write_page(paths: Sequence[Path], out: Path) -> Path:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    charts = [drawn.spec for section in sections for drawn in section.charts]
+    charts = [chart for section in sections for chart in section.charts]
     text = template.render(
         sections=sections,
         folders=[_about(folder, out.parent) for folder in folders],
@@ -143,11 +136,11 @@ def _models(group: Sequence[Series]) -> str:
     return ", ".join(dict.fromkeys(Path(s.part.model).name or s.part.model for s in group))
 
 
-def _recovery(group: Sequence[Series], columns: Sequence[tuple[str, str]], *, model: str) -> list[Drawn]:
+def _recovery(group: Sequence[Series], columns: Sequence[tuple[str, str]], *, model: str) -> list[plots.Spec]:
     """Return what training makes of perplexity and passkeys at the longest length, step by step."""
     if not any(series.part.is_between for series in group):
         return []
-    charts: list[Drawn] = []
+    charts: list[plots.Spec] = []
     for task, value in (("perplexity", "perplexity"), ("passkey", "share of passkeys")):
         protocol = first_protocol(columns, task)
         pooled = [(series, series.pooled(task, protocol or "")) for series in group if series.part.stage]
@@ -165,7 +158,7 @@ def _recovery(group: Sequence[Series], columns: Sequence[tuple[str, str]], *, mo
             chart = plots.recovery_chart(
                 rows, title=title, subtitle=about, value=value, logarithmic=task == "perplexity"
             )
-            charts.append(Drawn(plots.spec(chart)))
+            charts.append(plots.spec(chart))
     return charts
 
 
@@ -197,19 +190,12 @@ def _overview(group: Sequence[Series], columns: Sequence[tuple[str, str]], origi
     """Return a table a column of the protocol: one row a method, a value with its interval at each length."""
     tables: list[Lines] = []
     for task, protocol in columns:
-        lengths = sorted({n for series in group for n in series.pooled(task, protocol)})
+        pooled = {series.name: found for series in group if (found := series.pooled(task, protocol))}
+        lengths = sorted({n for found in pooled.values() for n in found})
         heads = [f"{n:,}{' (native)' if n <= original else ''}" for n in lengths]
-        rows: list[tuple[str, list[Entry]]] = []
-        counts: set[int] = set()
-        for series in group:
-            pooled = series.pooled(task, protocol)
-            if pooled:
-                most = {
-                    n: max(s.pooled(task, protocol)[n].n for s in group if n in s.pooled(task, protocol))
-                    for n in lengths
-                }
-                rows.append((series.name, [_entry(pooled.get(n), most[n]) for n in lengths]))
-                counts |= {cell.n for cell in pooled.values()}
+        most = {n: max(found[n].n for found in pooled.values() if n in found) for n in lengths}
+        rows = [(name, [_entry(found.get(n), most[n]) for n in lengths]) for name, found in pooled.items()]
+        counts = {cell.n for found in pooled.values() for cell in found.values()}
         n = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
         unit = "trials" if task == "passkey" else "documents"
         title = f"{TITLES.get(task, task)}: {protocol_in_words(protocol)}"
@@ -263,7 +249,7 @@ def _charts(
     folders: Sequence[Folder],
     original: int,
     context: int,
-) -> list[Drawn]:
+) -> list[plots.Spec]:
     model = _models(group)
     labels = {series.fingerprint: series.name for series in group}
     charts: list[plots.Chart] = []
@@ -280,7 +266,7 @@ def _charts(
     charts += _passkey_charts(group, columns, original, threshold_of(folders, group).share)
     charts += _training_charts(group, folders, model)
     charts += _frequency_charts(group, original, context, model)
-    return [Drawn(plots.spec(chart)) for chart in charts]
+    return [plots.spec(chart) for chart in charts]
 
 
 def _ends(cell: Cell) -> dict[str, float | None]:

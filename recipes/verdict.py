@@ -125,7 +125,7 @@ def verdict_of(group: Sequence[Series], original: int, threshold: Threshold) -> 
     best = ordered[0]
     said: list[str] = []
     if any(reach.passkeys for reach in reaches):
-        said.append(_passkey_words(ordered, original, threshold))
+        said.append(_passkey_words(ordered, original, threshold, by_perplexity=longest in best.perplexity))
     if longest is not None and longest in best.perplexity:
         said.append(_perplexity_words(best, ordered, longest))
     elif had and not common:
@@ -137,7 +137,7 @@ def verdict_of(group: Sequence[Series], original: int, threshold: Threshold) -> 
     return said
 
 
-def _passkey_words(ordered: Sequence[Reach], original: int, threshold: Threshold) -> str:
+def _passkey_words(ordered: Sequence[Reach], original: int, threshold: Threshold, *, by_perplexity: bool) -> str:
     best, asked = ordered[0], f"{threshold.share:.3g} asked for at every length"
     asked += f"; {threshold.note}" if threshold.note else ""
     lengths = sorted({n for reach in ordered for n in reach.passkeys})
@@ -153,10 +153,8 @@ def _passkey_words(ordered: Sequence[Reach], original: int, threshold: Threshold
     if len(ties) == 1:
         words = f"{ties[0]} goes farthest: it finds passkeys to {best.reached:,} tokens, {far} ({share})."
     else:
-        words = (
-            f"{', '.join(ties)} all find passkeys to {best.reached:,} tokens, {far}; of these {ties[0]} has the lowest "
-            f"perplexity ({share})."
-        )
+        first = f"; of these {ties[0]} has the lowest perplexity" if by_perplexity else ""
+        words = f"{', '.join(ties)} all find passkeys to {best.reached:,} tokens, {far}{first} ({share})."
     if best.bound != best.reached:
         sure = f"{best.bound:,}" if best.bound else f"fewer than {lengths[0]:,}"
         words += f" With the lower ends of the intervals {best.series.name} reaches {sure}."

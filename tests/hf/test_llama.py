@@ -262,3 +262,4 @@ def test_the_lab_of_positions_shows_what_it_says():
     assert found["table_past_its_length"] == "no entry past its length"
     assert max(found["alibi"].values()) < 2e-5
     assert found["alibi_off_the_formula"] < 2e-5
+    assert max(found["exactness"].values()) < 2e-6
