@@ -373,6 +373,191 @@ def frequencies_chart(ratios: Mapping[str, Sequence[float]], *, context: int, mo
     return alt.layer(chart.mark_line(strokeWidth=2), point).properties(width=WIDTH, height=HEIGHT, title=title)
 
 
+def live_wavelengths(
+    rows: Sequence[Mapping[str, object]], order: Sequence[str], *, original_context: int, factor: float, model: str
+) -> Chart:
+    """Return the wavelength of every pair at one factor, which a page moves by the signal `factor`.
+
+    Args:
+        rows: method, pair, factor, wavelength (tokens per turn), unseen (whether angles are met that training never
+            showed).
+        factor: shown first.
+    """
+    chosen = alt.param(name="factor", value=factor)
+    colour, shape = _by_method(order)
+    high = max([original_context * 2.0, *(float(str(row["wavelength"])) for row in rows)]) * 1.3
+    low = min(float(str(row["wavelength"])) for row in rows) / 1.3
+    scale = alt.Scale(type="log", nice=False, domain=[low, high])
+    chart = (
+        alt.Chart(_data(rows))
+        .transform_filter(alt.datum.factor == chosen)
+        .encode(
+            x=alt.X("pair:Q", title="pair (0 turns fastest)", scale=alt.Scale(nice=False)).axis(
+                tickMinStep=1, format="d"
+            ),
+            y=alt.Y("wavelength:Q", title="tokens per turn", scale=scale).axis(format="~s"),
+            color=colour,
+        )
+    )
+    told = [alt.Tooltip("method:N"), alt.Tooltip("pair:Q"), alt.Tooltip("wavelength:Q", format=",.1f")]
+    told.append(alt.Tooltip("unseen:N", title="meets unseen angles"))
+    above = alt.Chart(_data([{"from": original_context, "to": high}])).mark_rect(opacity=0.12)
+    shade = above.encode(y=alt.Y("from:Q", scale=scale), y2="to:Q", color=alt.value("#777"))
+    rule = alt.Chart(_data([{"length": original_context, "text": f"trained window {original_context:,}"}]))
+    line = rule.mark_rule(strokeDash=[5, 4], color="#777").encode(y=alt.Y("length:Q", scale=scale))
+    note = rule.mark_text(align="left", dy=-7, color="#555").encode(
+        x=alt.value(6), y=alt.Y("length:Q", scale=scale), text="text:N"
+    )
+    seen = chart.transform_filter("!datum.unseen").mark_point(filled=True, size=38).encode(shape=shape, tooltip=told)
+    unseen = chart.transform_filter("datum.unseen").mark_point(filled=False, size=38).encode(shape=shape, tooltip=told)
+    about = ["hollow: meets angles that training never showed", "shaded: did not turn once in training"]
+    return (
+        alt.layer(shade, line, note, chart.mark_line(strokeWidth=2), seen, unseen)
+        .add_params(chosen)
+        .properties(width=WIDTH, height=HEIGHT, title=_title(f"Wavelength of every pair: {model}", about))
+    )
+
+
+def live_ratios(rows: Sequence[Mapping[str, object]], order: Sequence[str], *, factor: float, model: str) -> Chart:
+    """Return new frequency over trained frequency of every pair at one factor, moved by the signal `factor`."""
+    chosen = alt.param(name="factor", value=factor)
+    colour, shape = _by_method(order)
+    turning = [row for row in rows if float(str(row["ratio"])) > 0]
+    lowest = min((float(str(row["ratio"])) for row in turning), default=1.0)
+    halvings = [2.0**-k for k in range(math.ceil(-math.log2(lowest) - 1e-6) + 1)]
+    scale = alt.Scale(type="log", nice=False, domain=[lowest / 1.1, 1.1])
+    chart = (
+        alt.Chart(_data(turning))
+        .transform_filter(alt.datum.factor == chosen)
+        .encode(
+            x=alt.X("pair:Q", title="pair (0 turns fastest)", scale=alt.Scale(nice=False)).axis(
+                tickMinStep=1, format="d"
+            ),
+            y=alt.Y("ratio:Q", title="new frequency / trained frequency", scale=scale).axis(
+                values=halvings, format=".4~g"
+            ),
+            color=colour,
+        )
+    )
+    told = [alt.Tooltip("method:N"), alt.Tooltip("pair:Q"), alt.Tooltip("ratio:Q", format=".4f")]
+    point = chart.mark_point(filled=True, size=34).encode(shape=shape, tooltip=told)
+    return (
+        alt.layer(chart.mark_line(strokeWidth=2), point)
+        .add_params(chosen)
+        .properties(width=WIDTH, height=HEIGHT, title=_title(f"What is left of every frequency: {model}", []))
+    )
+
+
+def live_scores(
+    rows: Sequence[Mapping[str, object]], order: Sequence[str], *, original_context: int, factor: float, model: str
+) -> Chart:
+    """Return the score of a query and an equal key over their distance, moved by the signal `factor`.
+
+    Args:
+        rows: method, factor, distance (tokens), score (1 at distance 0 where attention is not rescaled).
+    """
+    chosen = alt.param(name="factor", value=factor)
+    colour, _ = _by_method(order)
+    chart = (
+        alt.Chart(_data(rows))
+        .transform_filter(alt.datum.factor == chosen)
+        .mark_line(strokeWidth=2)
+        .encode(
+            x=alt.X("distance:Q", title="distance, tokens", scale=alt.Scale(type="log", base=2, nice=False)).axis(
+                format=",", labelOverlap=True
+            ),
+            y=alt.Y("score:Q", title="score / score of the untouched model at 0"),
+            color=colour,
+            tooltip=[
+                alt.Tooltip("method:N"),
+                alt.Tooltip("distance:Q", format=","),
+                alt.Tooltip("score:Q", format=".3f"),
+            ],
+        )
+    )
+    mark = alt.Chart(_data([{"length": original_context, "text": f"trained window {original_context:,}"}]))
+    rule = mark.mark_rule(strokeDash=[5, 4], color="#777").encode(x="length:Q")
+    note = mark.mark_text(align="right", dx=-4, color="#555").encode(x="length:Q", y=alt.value(10), text="text:N")
+    about = ["a query and a key of ones: the mean over pairs", "of the cosine of the angle between them"]
+    return (
+        alt.layer(rule, note, chart)
+        .add_params(chosen)
+        .properties(width=WIDTH, height=HEIGHT, title=_title(f"Score over distance: {model}", about))
+    )
+
+
+def live_cache(
+    rows: Sequence[Mapping[str, object]], *, heads: int, tokens: int, dtype: str, weights: Sequence[tuple[str, float]]
+) -> Chart:
+    """Return the size of the key-value cache over length, moved by the signals `heads`, `tokens` and `dtype`.
+
+    Args:
+        rows: heads (key heads), tokens, dtype, gigabytes.
+        weights: sizes in GB that the cache is held against, each with its name.
+    """
+    params = [alt.param(name=n, value=v) for n, v in (("heads", heads), ("tokens", tokens), ("dtype", dtype))]
+    here, length, kind = params
+    names = list(dict.fromkeys(str(row["dtype"]) for row in rows))
+    colours = alt.Scale(domain=names, range=list(PALETTE[2 : 2 + len(names)]))
+    values = [float(str(row["gigabytes"])) for row in rows] + [size for _, size in weights]
+    scale = alt.Scale(type="log", nice=False, domain=[min(values) / 1.3, max(values) * 1.6])
+    chart = (
+        alt.Chart(_data(rows))
+        .transform_filter(alt.datum.heads == here)
+        .encode(
+            x=alt.X("tokens:Q", title="tokens in the cache", scale=alt.Scale(type="log", base=2, nice=False)).axis(
+                format=",", labelOverlap=True
+            ),
+            y=alt.Y("gigabytes:Q", title="GB a sequence", scale=scale).axis(format="~g"),
+            color=alt.Color("dtype:N", title=None, sort=names, scale=colours),
+            tooltip=[
+                alt.Tooltip("dtype:N"),
+                alt.Tooltip("tokens:Q", format=","),
+                alt.Tooltip("gigabytes:Q", format=".3g"),
+            ],
+        )
+    )
+    at = chart.transform_filter(f"datum.tokens == {length.name} && datum.dtype == {kind.name}")
+    marks = alt.Chart(_data([{"gigabytes": size, "text": name} for name, size in weights]))
+    rule = marks.mark_rule(strokeDash=[5, 4], color="#777").encode(y=alt.Y("gigabytes:Q", scale=scale))
+    note = marks.mark_text(align="left", dy=-7, color="#555").encode(
+        x=alt.value(6), y=alt.Y("gigabytes:Q", scale=scale), text="text:N"
+    )
+    return (
+        alt.layer(rule, note, chart.mark_line(strokeWidth=2), at.mark_point(filled=True, size=110))
+        .add_params(*params)
+        .properties(width=WIDTH, height=HEIGHT, title=_title("Key-value cache over length", []))
+    )
+
+
+def live_prefill(rows: Sequence[Mapping[str, object]], *, tokens: int) -> Chart:
+    """Return operations of a prefill over length, those of weights and of attention apart; `tokens` is a signal.
+
+    Args:
+        rows: tokens, part ("products with weights" or "attention"), operations.
+    """
+    length = alt.param(name="tokens", value=tokens)
+    names = list(dict.fromkeys(str(row["part"]) for row in rows))
+    chart = alt.Chart(_data(rows)).encode(
+        x=alt.X("tokens:Q", title="tokens in the prompt", scale=alt.Scale(type="log", base=2, nice=False)).axis(
+            format=",", labelOverlap=True
+        ),
+        y=alt.Y("operations:Q", title="floating-point operations", scale=alt.Scale(type="log", nice=False)).axis(
+            format=".0e"
+        ),
+        color=alt.Color(
+            "part:N", title=None, sort=names, scale=alt.Scale(domain=names, range=[PALETTE[6], PALETTE[4]])
+        ),
+        tooltip=[alt.Tooltip("part:N"), alt.Tooltip("tokens:Q", format=","), alt.Tooltip("operations:Q", format=".3e")],
+    )
+    at = chart.transform_filter(alt.datum.tokens == length)
+    return (
+        alt.layer(chart.mark_line(strokeWidth=2), at.mark_point(filled=True, size=110))
+        .add_params(length)
+        .properties(width=WIDTH, height=HEIGHT, title=_title("Cost of a prefill over length", []))
+    )
+
+
 def loss_chart(curve: Sequence[Mapping[str, float]], *, model: str, method: str, context: int) -> Chart:
     """Return the loss of every step.
 
@@ -414,3 +599,33 @@ def recovery_chart(
     line = base.mark_line(strokeWidth=2).encode(y=y, color=colour)
     point = base.mark_point(filled=True, size=46).encode(y=y, color=colour, shape=shape)
     return alt.layer(spread, line, point).properties(width=WIDTH, height=HEIGHT, title=_title(title, subtitle))
+
+
+def curves_chart(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    x: str,
+    y: str,
+    title: str,
+    subtitle: Sequence[str],
+    logarithmic: bool,
+) -> Chart:
+    """Return named curves on a linear scale upwards, with a mark at every point where these are few.
+
+    Args:
+        curves: points from left to right.
+        x, y: what the axes show.
+        logarithmic: of the axis to the right.
+    """
+    rows = [{"method": name, "x": right, "y": up} for name, points in curves.items() for right, up in points]
+    colour, shape = _by_method(list(curves))
+    scale = alt.Scale(type="log", base=2, nice=False) if logarithmic else alt.Scale(nice=False)
+    base = alt.Chart(_data(rows)).encode(
+        x=alt.X("x:Q", title=x, scale=scale).axis(format=",d"),
+        y=alt.Y("y:Q", title=y, scale=alt.Scale(nice=False, padding=8)).axis(format="~g"),
+        color=colour,
+    )
+    layers = [base.mark_line(strokeWidth=2)]
+    if max(len(points) for points in curves.values()) <= 64:
+        layers.append(base.mark_point(filled=True, size=34).encode(shape=shape))
+    return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT, title=_title(title, subtitle))

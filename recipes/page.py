@@ -1,6 +1,5 @@
 """Runs as one page of HTML that opens without a network: verdict, numbers, charts, and how to make it again."""
 
-import json
 import math
 import os
 import shlex
@@ -10,19 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-import jinja2
 import yaml
 
 from evals import plots
-from evals.rows import Cell, Contrast, write_whole
+from evals.rows import Cell, Contrast
 from recipes.compare import SAMPLES
-from recipes.environment import versions
 from recipes.folders import Folder, Series, grouped, read_folder
-from recipes.load import RecipeError
+from recipes.frame import check_out, in_script, write_html
 from recipes.present import TITLES, difference_in_words, protocol_in_words, unit_of
 from recipes.verdict import first_protocol, is_plain, paired, reaches_of, threshold_of, verdict_of
-
-TEMPLATE = Path(__file__).parent / "page.html"
 
 
 class Entry(NamedTuple):
@@ -65,35 +60,19 @@ def write_page(paths: Sequence[Path], out: Path) -> Path:
         EvalError: its rows are damaged.
     """
     folders = [read_folder(path) for path in paths]
-    if out.is_dir() or not out.name:
-        raise RecipeError(f"report: --out {out} is a folder; name a file, as {out / 'report.html'}")
+    check_out("report", out)
     every = [_section(group, folders) for group in grouped(folders)]
     sections = [section for section in every if section is not None]
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     charts = [chart for section in sections for chart in section.charts]
-    text = template.render(
+    return write_html(
+        "report",
+        "page.html",
+        out,
         sections=sections,
         folders=[_about(folder, out.parent) for folder in folders],
         title=_title(folders),
-        # "<" could end the script that it stands in, whatever a model or a document is called
-        specs=_in_script(charts),
-        # a script's text is not escaped, and this is the libraries' own
-        library=plots.javascript(),
-        versions=versions(),
+        specs=in_script(charts),
     )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, text)
-    except OSError as error:
-        raise RecipeError(f"report: --out {str(out)[:200]} cannot be written: {error.strerror}") from error
-    return out
-
-
-def _in_script(value: object) -> str:
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")  # the rest is ASCII
 
 
 def _title(folders: Sequence[Folder]) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -43,8 +44,10 @@ class StoppedError(Exception):
         self.status = status
 
 
-def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool, ranks: Ranks = ALONE) -> Comparison:
-    """Run a comparison under a progress bar on stderr, and write its pictures and its report.
+def compare_on_screen(
+    recipe: CompareRecipe, out: Path | None, *, resume: bool, ranks: Ranks = ALONE, quiet: bool = False
+) -> Comparison:
+    """Run a comparison under a progress bar on stderr, unless `quiet`, and write its pictures and its report.
 
     Of several processes the first writes, and holds the lock.
 
@@ -59,7 +62,7 @@ def compare_on_screen(recipe: CompareRecipe, out: Path | None, *, resume: bool, 
         once(ranks, lambda: check_earlier(setting.out))
         stack.enter_context(stoppable(again))
         try:
-            with watching(setting) as advance:
+            with watching(setting, quiet=quiet) as advance:
                 comparison = run_compare(setting, advance=advance)
             once(ranks, lambda: write_report(comparison, write_pictures(comparison)))
             once(ranks, lambda: track(recipe.track, setting.out))
@@ -132,12 +135,12 @@ def bar_columns() -> tuple[ProgressColumn, ...]:
 
 
 @contextmanager
-def watching(setting: Setting, prefix: str = "") -> Generator[Advance]:
+def watching(setting: Setting, prefix: str = "", *, quiet: bool = False) -> Generator[Advance]:
     """Show a bar while a comparison runs, and give what is called with its progress."""
     # One forward of a real model takes minutes; rich's default would have forgotten it before the next.
     total = total_cost(setting)
     # Of several processes the first shows its own share, which is like the others'
-    console = Console(stderr=True, quiet=not setting.ranks.is_first)
+    console = Console(stderr=True, quiet=quiet or not setting.ranks.is_first)
     with Progress(*bar_columns(), console=console, speed_estimate_period=24 * 3600.0) as progress:
         bar = progress.add_task("compare", total=total.operations, tokens=tokens_in_words(0.0, total.tokens))
         done = Cost()
@@ -162,8 +165,14 @@ def show(comparison: Comparison) -> None:
     console = Console()
     if comparison.pooled("perplexity") or comparison.pooled("passkey"):
         console.print(table(comparison))
-    where = f"{comparison.seconds:.0f} s; everything is in {comparison.out} (start with report.md)"
+    page = page_command(comparison.out)
+    where = f"{comparison.seconds:.0f} s; everything is in {comparison.out} (report.md; as one page: {page})"
     console.print(where, soft_wrap=True, markup=False, highlight=False)
+
+
+def page_command(out: Path) -> str:
+    """Return what makes the page of a run."""
+    return f"rope-ext report {shlex.quote(str(out))}"
 
 
 def as_document(comparison: Comparison) -> dict[str, object]:

@@ -26,15 +26,16 @@ from recipes.tuning_setting import ADAPTER, MODEL, FinetuneSetting, prepare_fine
 class Bars(Watch):
     """A bar on stderr for each measurement and for the training; only the first process shows them."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.console = Console(stderr=True, quiet=not ranks.is_first)
+    def __init__(self, ranks: Ranks, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.console = Console(stderr=True, quiet=quiet or not ranks.is_first)
         self.is_first = ranks.is_first
         self.live: Live | None = None
 
     @contextmanager
     def measuring(self, setting: Setting) -> Generator[Advance]:
         """Show how far a measurement is."""
-        with watching(setting, f"{setting.stage}: ") as advance:
+        with watching(setting, f"{setting.stage}: ", quiet=self.quiet) as advance:
             yield advance
 
     @contextmanager
@@ -57,8 +58,10 @@ class Bars(Watch):
             yield advance
 
 
-def finetune_on_screen(recipe: FinetuneRecipe, out: Path | None, *, resume: bool, ranks: Ranks = ALONE) -> Finetuned:
-    """Run a fine-tune under bars on stderr, and write its picture and its report.
+def finetune_on_screen(
+    recipe: FinetuneRecipe, out: Path | None, *, resume: bool, ranks: Ranks = ALONE, quiet: bool = False
+) -> Finetuned:
+    """Run a fine-tune under bars on stderr, unless `quiet`, and write its picture and its report.
 
     Raises:
         RopeExtError, EvalError: bad input, before anything was written, or a training that cannot go on.
@@ -71,7 +74,7 @@ def finetune_on_screen(recipe: FinetuneRecipe, out: Path | None, *, resume: bool
         once(ranks, lambda: _warn_of_memory(setting))
         stack.enter_context(stoppable(again))
         try:
-            bars = Bars(ranks)
+            bars = Bars(ranks, quiet=quiet)
             done = run_finetune(setting, watch=bars)
             once(ranks, lambda: write_report(done, write_curve(done)))
             told = bars.live is not None and bars.live.close()

@@ -9,6 +9,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from rope_ext.costs import kv_cache_bytes
 from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import ScaledBase, read_geometry
 from rope_ext.patch import build_table
@@ -128,7 +129,12 @@ def inspect_config(
         context=target,
         plan=table.plan,
         num_key_value_heads=kv_heads,
-        kv_cache_bytes=2 * 2 * int(config.num_hidden_layers) * kv_heads * geometry.head_dim * target,
+        kv_cache_bytes=kv_cache_bytes(
+            num_layers=int(config.num_hidden_layers),
+            num_key_value_heads=kv_heads,
+            head_dim=geometry.head_dim,
+            tokens=target,
+        ),
     )
 
 

@@ -1,12 +1,13 @@
-"""Fill the tables of README.md: methods from the registry, results from the runs kept in recipes/results/.
+"""Fill the tables of README.md and of docs/: methods from the registry, results from the runs in recipes/results/.
 
 python scripts/regen_readme.py            # write
-python scripts/regen_readme.py --check    # say whether README.md is current
+python scripts/regen_readme.py --check    # say whether they are current
 """
 
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from evals.rows import Cell, read_cells
@@ -18,7 +19,6 @@ from rope_ext.readers import judge
 from rope_ext.registry import known_methods, method
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 RESULTS = ROOT / "recipes" / "results"
 
 
@@ -159,22 +159,29 @@ def _placed(place: dict[str, float]) -> str:
     return f"{place['value']:{digits}} [{place['ci_low']:.3g}, {place['ci_high']:.3g}]"
 
 
-def filled(text: str) -> str:
-    """Return the README's text with every marked table made anew."""
-    tables = {
-        "methods": methods_table,
-        "tiny": lambda: results_table("tiny"),
-        "tiny-alibi": lambda: results_table("tiny-alibi"),
-        "bench-alibi": lambda: bench_table("bench_alibi"),
-        "smollm2": lambda: results_table("smollm2-135m"),
-        "bench": lambda: bench_table("bench_evals"),
-        "finetune": finetune_table,
-        "bench-training": lambda: bench_table("bench_training"),
-    }
-    for name, make in tables.items():
+TABLES: dict[str, Callable[[], str]] = {
+    "methods": methods_table,
+    "tiny": lambda: results_table("tiny"),
+    "bench-alibi": lambda: bench_table("bench_alibi"),
+    "smollm2": lambda: results_table("smollm2-135m"),
+    "bench": lambda: bench_table("bench_evals"),
+    "finetune": finetune_table,
+    "bench-training": lambda: bench_table("bench_training"),
+}
+PAGES = {
+    "README.md": ("methods", "tiny", "smollm2", "finetune"),
+    "docs/protocols.md": ("bench",),
+    "docs/training.md": ("finetune", "bench-training"),
+    "docs/methods/alibi.md": ("bench-alibi",),
+}
+
+
+def filled(page: str, text: str) -> str:
+    """Return a page's text with every marked table made anew."""
+    for name in PAGES[page]:
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", flags=re.DOTALL)
-        assert pattern.search(text), f"README.md has no marks for {name}"
-        table = make()
+        assert pattern.search(text), f"{page} has no marks for {name}"
+        table = TABLES[name]()
         text = pattern.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)
     return text
 
@@ -183,11 +190,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    text = README.read_text(encoding="utf-8")
-    new = filled(text)
-    if check:
-        raise SystemExit("README.md is not current; run scripts/regen_readme.py" if new != text else 0)
-    README.write_text(new, encoding="utf-8")
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        new = filled(page, text)
+        if check and new != text:
+            raise SystemExit(f"{page} is not current; run scripts/regen_readme.py")
+        (ROOT / page).write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def test_a_failed_export_leaves_no_new_parents(tmp_path, monkeypatch):
     ],
 )
 def test_words_that_do_not_parse_give_one_line(words, message):
-    done = subprocess.run([sys.executable, "-m", "rope_ext.cli", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "rope_ext", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
@@ -187,9 +187,9 @@ def test_words_that_do_not_parse_give_one_line(words, message):
 
 
 def test_no_words_give_help():
-    done = subprocess.run([sys.executable, "-m", "rope_ext.cli"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "rope_ext"], capture_output=True, text=True, check=False)
     assert "Usage:" in done.stdout + done.stderr
-    assert subprocess.run([sys.executable, "-m", "rope_ext.cli", "--version"], check=True).returncode == 0
+    assert subprocess.run([sys.executable, "-m", "rope_ext", "--version"], check=True).returncode == 0
 
 
 def test_inspect_refuses_what_extend_refuses():
@@ -294,7 +294,7 @@ def test_compare_end_to_end(checkpoint, data, tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["kill -9", "terminated"])
 def test_a_run_that_is_killed_loses_nothing_that_was_computed(checkpoint, data, tmp_path, how):
     out = tmp_path / "run"
-    words = [sys.executable, "-m", "rope_ext.cli", *map(str, compare_words(checkpoint, data)), "--out", str(out)]
+    words = [sys.executable, "-m", "rope_ext", *map(str, compare_words(checkpoint, data)), "--out", str(out)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
@@ -402,7 +402,7 @@ def test_a_folder_in_place_of_a_file(checkpoint, data, tmp_path):
 
 def test_any_terminal_encoding_will_do():
     for words in (["methods"], ["inspect", "tiny"]):
-        command = [sys.executable, "-m", "rope_ext.cli", *words]
+        command = [sys.executable, "-m", "rope_ext", *words]
         subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True)
 
 

@@ -17,9 +17,8 @@ from recipes.setting import prepare
 from recipes.tuning_load import make_finetune
 from recipes.tuning_setting import prepare_finetune
 from recipes.verdict import Threshold, threshold_of, verdict_of
+from tests.recipes.browser import needs_browser, opened
 from tests.recipes.test_cli import document, refused, rope_ext
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -317,22 +316,10 @@ def test_the_command_and_what_it_refuses(run, tmp_path):
     assert (tmp_path / "default" / "report.html").exists()
 
 
-@pytest.mark.enable_socket
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt-get install chromium")
+@needs_browser
 def test_a_browser_draws_it_sorts_it_and_asks_no_network(run, tmp_path):
-    playwright = pytest.importorskip("playwright.sync_api")
     page_file = write_page([run], tmp_path / "page.html")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page()
-        said, asked = [], []
-        page.on("console", lambda message: said.append(message.text) if message.type in {"error", "warning"} else None)
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(page_file.as_uri())
-        page.wait_for_function("document.querySelectorAll('[data-drawn]').length === specs.length")
-        assert said == []
-        assert asked == [page_file.as_uri()]
+    with opened(page_file) as page:
         assert page.locator("[data-drawn] svg.marks").count() == len(specs_of(page_file.read_text()))
         # the second column of the first table, up and down
         head = page.locator("table").first.locator("th button").nth(1)
@@ -342,11 +329,6 @@ def test_a_browser_draws_it_sorts_it_and_asks_no_network(run, tmp_path):
             order = [float(cells.nth(i).get_attribute("data-order")) for i in range(cells.count())]
             assert order == sorted(order, reverse=direction == "descending")
             assert math.isfinite(order[0])
-        for width in (360, 1600):  # a phone, and a wide screen: nothing but tables and charts scrolls sideways
-            page.set_viewport_size({"width": width, "height": 800})
-            page.wait_for_timeout(300)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-        browser.close()
 
 
 def test_the_doctor_says_what_is_here_and_how_to_get_what_is_not(monkeypatch):

@@ -1,0 +1,91 @@
+"""What a context costs: bytes of key-value cache, operations of a prefill, from a configuration alone."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from rope_ext.hf import size_of_head
+
+BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
+"""Bytes a number; fp16 is as bf16, int8 as fp8 (less the scales that go with it)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder that its costs follow from.
+
+    Attributes:
+        parameters: all of them, shared ones once.
+        multiplied: those of the matrices in the layers, by which every token is multiplied.
+        head: those of the output head, by which a token is multiplied whose successor is asked for.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    parameters: int
+    multiplied: int
+    head: int
+
+    def key_value_heads(self) -> list[int]:
+        """Return every number of key heads that the query heads could share, largest first: MHA, GQA, MQA."""
+        return [n for n in range(self.num_heads, 0, -1) if self.num_heads % n == 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """Floating-point operations, two for every multiplication with its addition.
+
+    Attributes:
+        products: of the tokens with the weights.
+        attention: of queries with keys, and of what they weigh with values.
+    """
+
+    products: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.products + self.attention
+
+
+def shape_of(config: PretrainedConfig) -> ModelShape:
+    """Return the sizes of the model that a configuration describes; it is built without memory for its weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    heads = int(config.num_attention_heads)
+    head = model.get_output_embeddings().weight
+    return ModelShape(
+        num_layers=int(config.num_hidden_layers),
+        num_heads=heads,
+        num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=size_of_head(config),
+        parameters=sum(p.numel() for p in model.parameters()),
+        multiplied=sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and ".layers." in name),
+        head=head.numel(),
+    )
+
+
+def kv_cache_bytes(
+    *, num_layers: int, num_key_value_heads: int, head_dim: int, tokens: int, bytes_per_number: int = 2
+) -> int:
+    """Return the bytes of keys and values of one sequence: 2 x layers x key heads x head_dim x tokens x bytes."""
+    return 2 * num_layers * num_key_value_heads * head_dim * tokens * bytes_per_number
+
+
+def prefill_operations(shape: ModelShape, tokens: int) -> Operations:
+    """Return what it takes to read a prompt of `tokens` tokens and to predict the next one.
+
+    Attention is causal: a query meets its own key and those before it, and nothing is spent on later ones, as
+    flash-attention's kernels do it. Norms, activations, the softmax and the rotation are left out.
+
+    Source: Kaplan et al. (arXiv 2001.08361), section 2.1, with causal attention and the head for the last token alone.
+    """
+    pairs = tokens * (tokens + 1) / 2
+    return Operations(
+        products=2.0 * (shape.multiplied * tokens + shape.head),
+        attention=4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs,
+    )
