@@ -16,6 +16,7 @@ from recipes.aggregate import contrast_of
 from recipes.compare import RUN, SAMPLES, UNITS
 from recipes.load import RecipeError
 from recipes.present import difference_in_words
+from recipes.setting import RECIPE
 from recipes.work import METRICS
 from rope_ext.errors import RopeExtError
 from rope_ext.plan import spell
@@ -40,7 +41,7 @@ def read_run(folder: Path) -> Run:
     try:
         record = json.loads((folder / RUN).read_text(encoding="utf-8"))
         if record["finished"] is not True:
-            raise ValueError("it was stopped")  # noqa: TRY301  (one message for all that makes a run unusable)
+            raise ValueError  # noqa: TRY301  (one message for all that makes a run unusable)
         fingerprints, original = set(record["legs"][-1]["fingerprints"]), int(record["original_context"])
         units = json.loads((folder / UNITS).read_text(encoding="utf-8"))
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -48,9 +49,12 @@ def read_run(folder: Path) -> Run:
             raise RecipeError(
                 f"contrast: {folder} holds a fine-tune; name its comparisons, {folder}/evals/before and .../evals/after"
             ) from error
+        if not (folder / RECIPE).is_file():
+            raise RecipeError(
+                f"contrast: {folder} holds no recipe.yaml, so it is no run; name a folder that compare has written"
+            ) from error
         raise RecipeError(
-            f"contrast: {folder} holds no finished run ({error}); name a folder that compare has written, or go on "
-            f"with it: rope-ext compare --resume --out {folder}"
+            f"contrast: {folder} holds no finished run; go on with it: rope-ext compare --resume --out {folder}"
         ) from error
     samples: dict[str, list[Sample]] = {}
     for sample in rows.read_samples(folder / SAMPLES):

@@ -179,7 +179,10 @@ def check_gguf_target(out: str | os.PathLike[str]) -> Path:
 def _write(target: Path, table: ExtendedRotaryEmbedding, fill: "Callable[[GGUFWriter], None]") -> Path:
     """Write aside, read back, and move when right."""
     gguf = _package()
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise ExportError(f"export: {target} cannot be written: {error.strerror}") from error
     os.close(handle)
     partial = Path(name)
     partial.chmod(0o644)
