@@ -386,7 +386,7 @@ def live_wavelengths(
     chosen = alt.param(name="factor", value=factor)
     colour, shape = _by_method(order)
     high = max([original_context * 2.0, *(float(str(row["wavelength"])) for row in rows)]) * 1.3
-    low = min(float(str(row["wavelength"])) for row in rows) / 1.3
+    low = min([original_context / 2.0, *(float(str(row["wavelength"])) for row in rows)]) / 1.3
     scale = alt.Scale(type="log", nice=False, domain=[low, high])
     chart = (
         alt.Chart(_data(rows))

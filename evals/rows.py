@@ -3,9 +3,11 @@
 Absent means no row. A value that was not measured is never -1, 0 or NaN.
 """
 
+import errno
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -163,10 +165,31 @@ def write(path: Path, rows: Iterable[Cell | Contrast]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file's text: whoever is stopped in between leaves the old one, never a part of the new."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    """Replace a file in one step, so that a killed run leaves the old one or the new one; a link is followed.
+
+    Raises:
+        OSError: it cannot be written, or what is there is no file: a device, a pipe.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is there and no regular file", str(path))
+    handle, name = tempfile.mkstemp(prefix=f".{path.name[:200]}.", suffix=".partial", dir=path.parent)
+    partial = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        partial.chmod(0o666 & ~_umask())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    """Return what files are made without; it can only be asked by setting it."""
+    found = os.umask(0o022)
+    os.umask(found)
+    return found
 
 
 def shard_name(name: str, rank: int) -> str:

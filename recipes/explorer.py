@@ -1,6 +1,7 @@
 """A page on which a model's positions can be moved by hand: every number on it was computed by the library."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,17 @@ from evals import plots
 from recipes.frame import check_out, in_script, write_html
 from recipes.load import RecipeError
 from rope_ext.costs import BYTES, ModelShape, kv_cache_bytes, prefill_operations, shape_of
-from rope_ext.errors import MethodError
+from rope_ext.errors import ContextError, MethodError, ModelError
 from rope_ext.geometry import RopeGeometry
-from rope_ext.hf import ScaledBase, load_config, read_geometry
+from rope_ext.hf import ScaledBase, check_written_as, load_config, read_geometry
 from rope_ext.inspection import inspect_config
 from rope_ext.patch import build_table
-from rope_ext.plan import Method, spell
+from rope_ext.plan import Method, label, spell
 from rope_ext.tables import ExtendedRotaryEmbedding
 
 FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
-STEPS = 48  # places of the key, and as many distances
-DIALS = 12  # pairs that can be chosen, spread from the fastest to the slowest
+STEPS = 96  # places along the window, of a slow pair
+DIALS = 8  # pairs that can be chosen, spread from the fastest to the slowest
 DISTANCES = 72
 GIGABYTE = 1e9
 
@@ -35,7 +36,7 @@ class Explored:
     geometry: RopeGeometry
     shape: ModelShape
     names: list[str]
-    factors: list[float]
+    contexts: dict[float, int]
     factor: float
     pairs: list[dict[str, Any]]
     scores: list[dict[str, Any]]
@@ -47,7 +48,7 @@ class Explored:
     @property
     def context(self) -> int:
         """The window that the page opens at."""
-        return math.ceil(self.factor * self.geometry.original_context)
+        return self.contexts[self.factor]
 
 
 def explore(
@@ -70,44 +71,70 @@ def explore(
     opening = inspect_config(
         config, methods[0], context=context, factor=factor, base=base, original_context=original_context
     ).factor
-    factors = sorted({*FACTORS, opening})
+    names = _names(methods)
     tables: dict[tuple[str, float], ExtendedRotaryEmbedding] = {}
     refused: dict[str, str] = {}
-    for method in methods:
-        for each in factors:
+    contexts: dict[float, int] = {}
+    for each in sorted({*FACTORS, opening}):
+        for name, method in names.items():
             try:
-                tables[spell(method), each] = build_table(config, geometry, method, context=None, factor=each)
+                tables[name, each] = build_table(config, geometry, method, context=None, factor=each)
+                contexts[each] = tables[name, each].context
             except MethodError as error:
-                refused[spell(method)] = str(error)
-    names = [spell(method) for method in methods]
-    for name in names:
-        if (name, opening) not in tables:
-            raise RecipeError(f"explore: at factor {opening:g}: {refused[name]}")
+                refused[name] = str(error)
+                if each == opening:
+                    raise
+            except (ContextError, ModelError):
+                if each == opening:
+                    raise
+                break  # a window that this model cannot have under any method
+    biased = [name for (name, _), table in tables.items() if table.plan.alibi_slopes is not None]
+    if biased:
+        raise RecipeError(
+            f"explore: {biased[0]} turns no pair and takes its bias from scores, which this page does not show; leave "
+            "it out"
+        )
     shape = shape_of(config)
-    lengths = _lengths(geometry.original_context, factors)
+    lengths = _lengths(geometry.original_context, contexts)
     return Explored(
         geometry=geometry,
         shape=shape,
-        names=names,
-        factors=factors,
+        names=[*names],
+        contexts=contexts,
         factor=opening,
         pairs=_pair_rows(geometry, tables),
         scores=[row for (name, each), table in tables.items() for row in _score_rows(name, each, table)],
-        arrows=_arrows(geometry, {name: tables[name, opening] for name in names}),
+        arrows=_arrows(geometry, tables, contexts),
         cache=_cache_rows(shape, lengths),
         prefill=_prefill_rows(shape, lengths),
         refused=[f"not at every factor: {words}" for words in refused.values()],
     )
 
 
-def write_explorer(model: str, methods: Sequence[Method], out: Path, **asked: Any) -> Path:
-    """Write the page of a model and return its path; `asked` as `explore` takes it.
+def write_explorer(
+    model: str,
+    methods: Sequence[Method],
+    out: Path,
+    *,
+    context: int | None = None,
+    factor: float | None = None,
+    base: ScaledBase | None = None,
+    original_context: int | None = None,
+) -> Path:
+    """Write the page of a model and return its path; the rest is as `explore` takes it.
 
     Raises:
         RopeExtError: as `explore`; the file cannot be written.
     """
     check_out("explore", out)
-    found = explore(load_config(model), methods, **asked)
+    check_written_as(model, [method.name for method in methods])
+    asked = {"context": context, "factor": factor, "base": base, "original-context": original_context}
+    found = explore(
+        load_config(model), methods, context=context, factor=factor, base=base, original_context=original_context
+    )
+    words = ["rope-ext", "explore", model, "--methods", ",".join(spell(method) for method in methods)]
+    for key, value in asked.items():
+        words += [] if value is None else [f"--{key}", f"{value}"]
     name = Path(model).name or model
     shape, opened = found.shape, found.context
     weights = [(f"weights in {kind}", shape.parameters * size / GIGABYTE) for kind, size in BYTES.items() if size <= 2]
@@ -143,25 +170,33 @@ def write_explorer(model: str, methods: Sequence[Method], out: Path, **asked: An
         shape=shape,
         found=found,
         dtypes=list(BYTES),
+        made_by=shlex.join(words),
         specs=in_script({key: plots.spec(chart) for key, chart in charts.items()}),
         data=in_script(
             {
-                "factors": found.factors,
+                "factors": [*found.contexts],
+                "contexts": [*found.contexts.values()],
                 "factor": found.factor,
-                "window": found.geometry.original_context,
                 "arrows": found.arrows,
                 "cache": found.cache,
                 "prefill": found.prefill,
                 "tokens": tokens,
                 "heads": shape.num_key_value_heads,
-                "steps": STEPS,
             }
         ),
     )
 
 
-def _lengths(original: int, factors: Sequence[float]) -> list[int]:
-    return sorted({math.ceil(original * factor) for factor in (0.125, 0.25, 0.5, *factors, 128.0)})
+def _names(methods: Sequence[Method]) -> dict[str, Method]:
+    """Return each method by its short name, in full where two are alike."""
+    short = [label(method) for method in methods]
+    return {
+        name if short.count(name) == 1 else spell(method): method for name, method in zip(short, methods, strict=True)
+    }
+
+
+def _lengths(original: int, contexts: Mapping[float, int]) -> list[int]:
+    return sorted({max(1, original // part) for part in (8, 4, 2)} | {*contexts.values()})
 
 
 def _pair_rows(
@@ -193,8 +228,9 @@ def _score_rows(name: str, factor: float, table: ExtendedRotaryEmbedding) -> lis
     """Return the score of a query and a key, both of ones, over their distance, as a share of their plain product."""
     reach = table.context - 1
     distances = sorted({max(1, round(reach ** (k / (DISTANCES - 1)))) for k in range(DISTANCES)}) if reach else [0]
-    positions = torch.tensor([[0, distance] for distance in distances])
-    cos, sin = table(torch.zeros(1, 2, 1), positions)
+    # In a sequence of the whole window, for methods that follow the length
+    positions = torch.tensor([[0, distance, reach] for distance in distances])
+    cos, sin = table(torch.zeros(1, 3, 1), positions)
     # Of ones, a pair's product is that of the turned vectors (c - s, s + c) at both ends.
     at = [(cos[:, k] - sin[:, k], sin[:, k] + cos[:, k]) for k in (0, 1)]
     scores = (at[0][0] * at[1][0] + at[0][1] * at[1][1]).double().mean(dim=-1) / 2
@@ -204,44 +240,58 @@ def _score_rows(name: str, factor: float, table: ExtendedRotaryEmbedding) -> lis
     ]
 
 
-def _arrows(geometry: RopeGeometry, tables: Mapping[str, ExtendedRotaryEmbedding]) -> list[dict[str, Any]]:
-    """Return, for some pairs, cos and sin under every method at places a fraction of the pair's turn apart.
+def _arrows(
+    geometry: RopeGeometry, tables: Mapping[tuple[str, float], ExtendedRotaryEmbedding], contexts: Mapping[float, int]
+) -> list[dict[str, Any]]:
+    """Return, for some pairs and every factor, cos and sin under every method at places some tokens `apart`.
 
-    `trained` is the largest angle, in turns, that the pair met in training, and `seen` at how many steps of distance a
-    method stays within it.
+    The places of a slow pair span the window, those of a fast one are a fraction of its turn apart. `trained` is the
+    largest angle in turns that the pair met in training; `unseen` are the distances, in steps, whose angle is another.
     """
     pairs = sorted({round(k * (geometry.num_pairs - 1) / (DIALS - 1)) for k in range(DIALS)})
-    context = next(iter(tables.values())).context
     found: list[dict[str, Any]] = []
     for pair in pairs:
         wavelength, turns = float(geometry.wavelengths[pair]), float(geometry.rotations[pair])
-        apart = max(1, min(context // (2 * STEPS), round(wavelength / 32) if math.isfinite(wavelength) else context))
-        places = [k * apart for k in range(2 * STEPS + 1)]
-        turned: dict[str, list[list[float]]] = {}
-        for name, table in tables.items():
-            # All places as of one sequence that ends at the last, whatever follows the length
-            cos, sin = table(torch.zeros(1, len(places), 1), torch.tensor([places]))
-            turned[name] = [
-                [_short(c), _short(s)] for c, s in zip(cos[0, :, pair].tolist(), sin[0, :, pair].tolist(), strict=True)
-            ]
+        views: list[dict[str, Any]] = []
+        for factor, context in contexts.items():
+            widest = max(1, (context - 1) // STEPS)
+            apart = max(1, min(widest, round(wavelength / 32))) if math.isfinite(wavelength) else widest
+            places = [k * apart for k in range(STEPS + 1) if k * apart < context]
+            mine = {name: table for (name, each), table in tables.items() if each == factor}
+            views.append(
+                {
+                    "apart": apart,
+                    "turned": {name: _turned(table, pair, places) for name, table in mine.items()},
+                    "unseen": {
+                        name: _unseen(turns, float(table.plan.inv_freq[pair]), places) for name, table in mine.items()
+                    },
+                }
+            )
         found.append(
             {
                 "pair": pair,
                 "wavelength": _short(wavelength) if math.isfinite(wavelength) else None,
                 "trained": min(1.0, _short(turns)),
-                "apart": apart,
-                "seen": {n: _steps_seen(turns, float(t.plan.inv_freq[pair]), apart) for n, t in tables.items()},
-                "turned": turned,
+                "views": views,
             }
         )
     return found
 
 
-def _steps_seen(turns: float, inv_freq: float, apart: int) -> int:
-    """Return at how many steps of distance the angle between query and key is one that training showed."""
-    if turns >= 1 or inv_freq == 0:
-        return STEPS
-    return min(STEPS, math.floor(turns * 2 * math.pi / inv_freq * (1 + 1e-6) / apart))
+def _turned(table: ExtendedRotaryEmbedding, pair: int, places: Sequence[int]) -> list[list[float]]:
+    """Return cos and sin of a pair at places in a sequence of the whole window."""
+    whole = torch.tensor([[*places, table.context - 1]])
+    cos, sin = table(torch.zeros(1, whole.shape[1], 1), whole)
+    both = zip(cos[0, :-1, pair].tolist(), sin[0, :-1, pair].tolist(), strict=True)
+    return [[round(c, 4), round(s, 4)] for c, s in both]
+
+
+def _unseen(turns: float, inv_freq: float, places: Sequence[int]) -> list[int]:
+    """Return which distances turn a pair by an angle that training, `turns` of a turn, never showed."""
+    if turns >= 1:
+        return []
+    angles = [place * inv_freq / (2 * math.pi) % 1 for place in places]
+    return [step for step, angle in enumerate(angles) if angle > turns * (1 + 1e-6)]
 
 
 def _cache_rows(shape: ModelShape, lengths: Sequence[int]) -> list[dict[str, Any]]:

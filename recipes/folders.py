@@ -76,7 +76,7 @@ def read_folder(path: Path) -> Folder:
     """
     if not (path / RECIPE).is_file():
         raise RecipeError(
-            f"report: {path} holds no {RECIPE}, so it is no run; name the folder of a run of compare or finetune"
+            f"run: {path} holds no {RECIPE}, so it is no run; name the folder of a run of compare or finetune"
         )
     recipe, record = read_recipe(path / RECIPE), _record(path)
     kind = "finetune" if "train" in recipe else "compare"
@@ -90,9 +90,7 @@ def read_folder(path: Path) -> Folder:
         parts = [_part(each, recipe, steps=curve) for each in stages]
     parts = [part for part in parts if part is not None]
     if not parts:
-        raise RecipeError(
-            f"report: {path} has measured nothing yet; go on with it: rope-ext {kind} --resume --out {path}"
-        )
+        raise RecipeError(f"run: {path} has measured nothing yet; go on with it: rope-ext {kind} --resume --out {path}")
     return Folder(
         path=path,
         kind=kind,

@@ -158,7 +158,7 @@ def _scaled_geometry(
     kind, original = str(parameters["rope_type"]), _original_window(config, parameters)
     refused = _no_base(config, parameters, kind)
     if base is None:
-        offer = f'base="original" (drop it, start from {original}; in a recipe base: original)'
+        offer = f'base="original" (drop it, start from {original}; --base original; in a recipe base: original)'
         if refused is None:
             offer += f' or base="checkpoint" (its scaled frequencies and its full window of {window} are the base)'
         raise ModelError(
@@ -167,7 +167,7 @@ def _scaled_geometry(
     if base == "original":
         return RopeGeometry(head_dim=head_dim, theta=theta, original_context=original, num_heads=num_heads)
     if refused is not None:
-        raise ModelError(f'model: {refused}; use base="original"')
+        raise ModelError(f'model: {refused}; use base="original" (--base original)')
     inv_freq, _ = stock_frequencies(config, window)
     return RopeGeometry(head_dim=head_dim, theta=theta, original_context=window, num_heads=num_heads, inv_freq=inv_freq)
 
@@ -417,7 +417,9 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
         ModelError: nothing of that name.
     """
     if not name:
-        raise ModelError("model: the name is empty; give tiny, smollm2, a directory, or a Hub id (owner/name)")
+        raise ModelError(
+            "model: the name is empty; give tiny, tiny-alibi, smollm2, a directory, or a Hub id (owner/name)"
+        )
     if name in BUNDLED:
         return str(BUNDLED[name]), {}
     if name == "smollm2":
@@ -439,7 +441,7 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
             f"model: {name!r} does not exist{nearest(name, [*BUNDLED, 'smollm2'])} "
-            "give tiny, smollm2, a directory, or a Hub id (owner/name)"
+            "give tiny, tiny-alibi, smollm2, a directory, or a Hub id (owner/name)"
         )
     return name, {}
 

@@ -14,6 +14,7 @@ from rope_ext.cli.words import (
     JsonOption,
     OriginalOption,
     TrackOption,
+    complete_from,
     complete_method,
     complete_model,
     numbers_of,
@@ -24,6 +25,20 @@ from rope_ext.cli.words import (
 
 if TYPE_CHECKING:
     from recipes.schema import CompareRecipe
+
+PROTOCOLS = ("prefix", "last-k", "by-position", "sliding", "yarn-legacy", "gain")
+VARIANTS = (
+    "classic",
+    "text",
+    "distractors",
+    "multi-key",
+    "multi-query",
+    "uuid",
+    "needle",
+    "no-needle",
+    "needle-only",
+)
+TASKS = ("perplexity", "nll-by-position", "long-context-gain", "passkey")
 
 
 @app.command(
@@ -38,7 +53,9 @@ if TYPE_CHECKING:
 def compare(
     model: Annotated[
         str | None,
-        typer.Option("--model", help="tiny, smollm2, a directory, or a Hub id", autocompletion=complete_model),
+        typer.Option(
+            "--model", help="tiny, tiny-alibi, smollm2, a directory, or a Hub id", autocompletion=complete_model
+        ),
     ] = None,
     methods: Annotated[
         str | None,
@@ -60,7 +77,11 @@ def compare(
     trials: Annotated[int | None, typer.Option("--trials", help="passkey trials a cell; 0 for none")] = None,
     protocols: Annotated[
         str | None,
-        typer.Option("--protocols", help="comma list of prefix, last-k, by-position, sliding, yarn-legacy, gain"),
+        typer.Option(
+            "--protocols",
+            help="comma list of prefix, last-k, by-position, sliding, yarn-legacy, gain",
+            autocompletion=complete_from(*PROTOCOLS),
+        ),
     ] = None,
     variants: Annotated[
         str | None,
@@ -68,6 +89,7 @@ def compare(
             "--variants",
             help="comma list of passkey tasks: classic, text, distractors, multi-key, multi-query, uuid, needle, and "
             "the controls no-needle, needle-only",
+            autocompletion=complete_from(*VARIANTS),
         ),
     ] = None,
     depths: Annotated[
@@ -88,7 +110,12 @@ def compare(
     stride: Annotated[int | None, typer.Option("--stride", help="of sliding windows, in tokens")] = None,
     last: Annotated[int | None, typer.Option("--last", help="k of last-k and gain, in tokens")] = None,
     baseline: Annotated[
-        str | None, typer.Option("--baseline", help="the method that the others are paired with (default: unscaled)")
+        str | None,
+        typer.Option(
+            "--baseline",
+            help="the method that the others are paired with (default: unscaled)",
+            autocompletion=complete_method,
+        ),
     ] = None,
     memory_budget: Annotated[
         str | None,
@@ -110,7 +137,10 @@ def compare(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure methods side by side on one model; without arguments, the demo on the bundled model."""
+    """Measure methods side by side on one model; without arguments, the demo on the bundled model.
+
+    What no option says comes from the model's shipped recipe, or from the one that --recipe names; --dry-run shows it.
+    """
     with one_line_errors():
         quiet_libraries()
         from recipes.load import DEFAULTS, RecipeError, make_recipe, read_recipe
@@ -181,11 +211,17 @@ def contrast(
     second: Annotated[Path, typer.Argument(metavar="SECOND", help="the folder of another, on the same data")],
     methods: Annotated[
         str | None,
-        typer.Option("--methods", help="one of each run (default: those that are in both)"),
+        typer.Option(
+            "--methods", help="one of each run (default: those that are in both)", autocompletion=complete_method
+        ),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option("--task", help="perplexity, nll-by-position, long-context-gain or passkey alone"),
+        typer.Option(
+            "--task",
+            help="perplexity, nll-by-position, long-context-gain or passkey alone",
+            autocompletion=complete_from(*TASKS),
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="of the bootstrap", min=0)] = 0,
     as_json: JsonOption = False,

@@ -16,6 +16,7 @@ from rope_ext.cli.words import (
     OriginalOption,
     TrackOption,
     base_of,
+    complete_from,
     complete_recipe,
     words_of,
 )
@@ -49,7 +50,12 @@ def extend(
         typer.Option("--allow-approximate", help="write the nearest stock form of a method that has no exact one"),
     ] = False,
     own_format: Annotated[
-        str, typer.Option("--format", help="stock; or rope-ext, any method as it is, for rope_ext.load alone")
+        str,
+        typer.Option(
+            "--format",
+            help="stock; or rope-ext, any method as it is, for rope_ext.load alone",
+            autocompletion=complete_from("stock", "rope-ext"),
+        ),
     ] = "stock",
     as_json: JsonOption = False,
 ) -> None:

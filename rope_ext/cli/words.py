@@ -1,6 +1,7 @@
 """Options that several commands share, and how their words are read."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -37,10 +38,22 @@ def complete_recipe(incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete) and not name.endswith("/compare"))
 
 
+def complete_from(*words: str) -> Callable[[str], list[str]]:
+    """Return what completes a word, or the last of a comma list, from a few."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [before + comma + word for word in words if word.startswith(last)]
+
+    return complete
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="tiny, smollm2, a directory, a .gguf file, or a Hub id", autocompletion=complete_model
+        metavar="MODEL",
+        help="tiny, tiny-alibi, smollm2, a directory, a .gguf file, or a Hub id",
+        autocompletion=complete_model,
     ),
 ]
 MethodOption = Annotated[
@@ -51,10 +64,20 @@ FactorOption = Annotated[
     float | None, typer.Option("--factor", "-f", help="the same as a multiple of the original window")
 ]
 TrackOption = Annotated[
-    str | None, typer.Option("--track", help="where the run goes besides its own files: wandb (offline without a key)")
+    str | None,
+    typer.Option(
+        "--track",
+        help="where the run goes besides its own files: wandb (offline without a key)",
+        autocompletion=complete_from("wandb"),
+    ),
 ]
 BaseOption = Annotated[
-    str | None, typer.Option("--base", help="for a checkpoint that already carries scaling: original or checkpoint")
+    str | None,
+    typer.Option(
+        "--base",
+        help="for a checkpoint that already carries scaling: original or checkpoint",
+        autocompletion=complete_from("original", "checkpoint"),
+    ),
 ]
 OriginalOption = Annotated[
     int | None,

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import stat
 
 import pytest
 import torch
@@ -38,23 +40,27 @@ def data_of(page):
 def test_arrows_are_what_the_patched_model_turns_by(found):
     """cos and sin of the module that extend() puts into the model, at the places named, to the digits kept."""
     model, _ = load_model("tiny")
-    for arrow in found.arrows:
-        places = torch.arange(2 * STEPS + 1)[None] * arrow["apart"]
+    for factor, context in found.contexts.items():
         for name in found.names:
-            with extend(model, parse_method(name), factor=4):
-                cos, sin = model.model.rotary_emb(torch.zeros(1, 2 * STEPS + 1, 1), places)
-            here = torch.tensor(arrow["turned"][name])
-            assert torch.allclose(here[:, 0], cos[0, :, arrow["pair"]], atol=1e-5, rtol=1e-4)
-            assert torch.allclose(here[:, 1], sin[0, :, arrow["pair"]], atol=1e-5, rtol=1e-4)
+            with extend(model, parse_method(name), factor=factor):
+                whole = torch.arange(context)[None]
+                cos, sin = model.model.rotary_emb(torch.zeros(1, context, 1), whole)
+            for arrow in found.arrows:
+                view = arrow["views"][[*found.contexts].index(factor)]
+                here = torch.tensor(view["turned"][name])
+                places = torch.arange(len(here)) * view["apart"]
+                assert STEPS // 2 < len(here) <= STEPS + 1
+                assert torch.allclose(here[:, 0], cos[0, places, arrow["pair"]], atol=6e-5, rtol=0)
+                assert torch.allclose(here[:, 1], sin[0, places, arrow["pair"]], atol=6e-5, rtol=0)
 
 
 def test_only_the_distance_matters(found):
     """Of one method, the product of the arrows is the same wherever the key stands."""
-    for arrow in found.arrows:
-        turned = torch.tensor(arrow["turned"]["yarn"], dtype=torch.float64)
-        for distance in (1, 7, STEPS):
-            scores = (turned[: STEPS + 1] * turned[distance : STEPS + 1 + distance]).sum(dim=-1)
-            assert scores.max() - scores.min() < 5e-4
+    for view in (view for arrow in found.arrows for view in arrow["views"]):
+        turned = torch.tensor(view["turned"]["yarn"], dtype=torch.float64)
+        for distance in (1, 7, len(turned) // 2):
+            scores = (turned[:-distance] * turned[distance:]).sum(dim=-1)
+            assert scores.max() - scores.min() < 1e-3
 
 
 def test_pairs_are_those_of_inspect(found):
@@ -78,23 +84,45 @@ def test_scores_of_ones_are_the_mean_cosine(found):
     assert {row["score"] for row in found.scores if row["method"] == "nope"} == {1.0}
 
 
-def test_seen_ends_where_the_trained_angles_do(found):
-    geometry = found.geometry
+def test_unseen_are_the_angles_that_the_trained_window_did_not_hold(found):
+    geometry, at = found.geometry, [*found.contexts].index(4.0)
     slow = found.arrows[-1]
-    assert slow["trained"] == pytest.approx(float(geometry.rotations[slow["pair"]]), rel=1e-4)
-    reached = geometry.original_context / slow["apart"]
-    assert slow["seen"]["unscaled"] == min(STEPS, math.floor(reached * (1 + 1e-6)))
-    assert slow["seen"]["linear"] == STEPS
-    assert found.arrows[0]["seen"]["unscaled"] == STEPS, "a fast pair has seen all angles"
+    view, pair = slow["views"][at], slow["pair"]
+    assert slow["trained"] < 1
+    assert slow["trained"] == pytest.approx(float(geometry.rotations[pair]), rel=1e-4)
+    places = [k * view["apart"] for k in range(len(view["turned"]["unscaled"]))]
+    assert places[-1] > 0.9 * found.context, "distances reach to the end of the window"
+    # By the cosines and sines of every position that was trained, without a formula
+    trained = torch.arange(geometry.original_context + 1).double() * float(geometry.inv_freq[pair])
+    for name in ("unscaled", "linear"):
+        cos, sin = torch.tensor(view["turned"][name], dtype=torch.float64).T
+        apart = (cos[:, None] - trained.cos()).abs() + (sin[:, None] - trained.sin()).abs()
+        far = (apart.min(dim=1).values > 2 * float(geometry.inv_freq[pair])).nonzero().flatten().tolist()
+        assert set(far) <= set(view["unseen"][name])
+        assert len(set(view["unseen"][name]) - set(far)) <= 2, "but for the borders"
+    assert view["unseen"]["linear"] == []
+    assert found.arrows[0]["views"][at]["unseen"]["unscaled"] == [], "a fast pair has seen all angles"
 
 
-def test_a_method_that_fits_some_factors_alone_says_so_and_the_rest_is_drawn():
-    # at factor 1 nothing is left to wrap; a window that no list fits
+def test_factors_that_a_model_cannot_have_are_left_out():
     found = explore(load_config("tiny"), parse_methods("unscaled,yarn"), context=300)
     assert found.factor == 300 / 256
-    assert 300 / 256 in found.factors
-    line = refused("explore", "tiny", "--methods", "longrope")
-    assert "longrope" in line
+    assert found.contexts[300 / 256] == 300
+    config = load_config("tiny")
+    config.max_position_embeddings = 100_000_000
+    assert max(explore(config, parse_methods("linear"), factor=2).contexts) == 16
+
+
+def test_two_spellings_of_a_method_have_two_names():
+    found = explore(load_config("tiny"), parse_methods("yarn,yarn:beta_fast=16"), factor=2)
+    assert len(set(found.names)) == 2
+    assert {row["method"] for row in found.pairs} == set(found.names)
+
+
+def test_a_model_that_turns_nothing_draws_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert explore(load_config("tiny"), parse_methods("nope"), factor=2).pairs == []
+    document("explore", "tiny", "--methods", "nope", "--out", "nope.html", "--json")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +132,8 @@ def test_a_method_that_fits_some_factors_alone_says_so_and_the_rest_is_drawn():
         (["--context", "2048", "--factor", "2"], "context"),
         (["--factor", "0"], "factor"),
         (["--out", "."], "name a file"),
+        (["--methods", "longrope"], "longrope"),
+        (["--methods", "yarn,alibi"], "which this page does not show; leave it out"),
     ],
 )
 def test_bad_input_is_one_line(words, told):
@@ -124,7 +154,7 @@ def test_a_browser_moves_it_and_asks_no_network(page):
         assert view.locator(".dial").count() == 5
         # a slow pair, unscaled: far away the angle was never seen; under linear it was
         move("pair", len(data["arrows"]) - 1)
-        move("distance", STEPS)
+        move("distance", STEPS // 2)
         said = dict(
             zip(view.locator(".dial .name").all_text_contents(), view.locator(".dial").all_text_contents(), strict=True)
         )
@@ -132,7 +162,9 @@ def test_a_browser_moves_it_and_asks_no_network(page):
         assert "never seen" not in said["linear"]
         scores = view.locator(".dial .score, .dial .new").all_text_contents()
         move("key", 20)
-        assert view.locator(".dial .score, .dial .new").all_text_contents() == scores, "only the distance matters"
+        moved = view.locator(".dial .score, .dial .new").all_text_contents()
+        numbers = [[float(re.search(r"-?[0-9.]+", text)[0]) for text in texts] for texts in (scores, moved)]
+        assert numbers[1] == pytest.approx(numbers[0], abs=1e-3), "only the distance matters"
         # a chart follows the factor
         before = view.locator("[data-chart=ratios] svg.marks").inner_html()
         move("factor", len(data["factors"]) - 1)
@@ -146,6 +178,24 @@ def test_a_browser_moves_it_and_asks_no_network(page):
             view.locator("#dtype").select_option(kind)
             (row,) = (r for r in data["cache"] if (r["heads"], r["tokens"], r["dtype"]) == (heads, tokens, kind))
             shown = view.locator("#cost").text_content()
-            assert float(re.search(r"Cache ([0-9.e-]+) GB", shown)[1]) == pytest.approx(row["gigabytes"], rel=1e-2)
+            number, prefix = re.search(r"Cache ([0-9.,]+) (k|M|G)B", shown).groups()
+            told = float(number.replace(",", "")) * {"k": 1e3, "M": 1e6, "G": 1e9}[prefix]
+            assert told == pytest.approx(row["gigabytes"] * 1e9, rel=1e-2)
             size = {"fp32": 4, "fp8": 1}[kind]
             assert row["gigabytes"] * 1e9 == pytest.approx(2 * 4 * heads * 32 * tokens * size, rel=1e-4)
+
+
+def test_a_model_written_under_a_bias_is_refused():
+    assert "written under alibi" in refused("explore", "tiny-alibi")
+
+
+def test_a_page_goes_where_a_link_leads_and_destroys_no_device(tmp_path):
+    (tmp_path / "real.html").write_text("old")
+    (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
+    document("explore", "tiny", "--methods", "linear", "--out", tmp_path / "link.html", "--json")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "real.html").read_text().startswith("<!DOCTYPE html>")
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file" in refused("explore", "tiny", "--methods", "linear", "--out", tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert {path.name for path in tmp_path.iterdir()} == {"real.html", "link.html", "pipe"}, "nothing is left beside"
