@@ -83,6 +83,23 @@ def _wilson(p: float, trials: float) -> tuple[float, float]:
     return 0.0 if p == 0 else max(0.0, centre - half), 1.0 if p == 1 else min(1.0, centre + half)
 
 
+def mean_share(values: Sequence[float], *, seed: int = 0, num_resamples: int = 2000) -> Estimate:
+    """Return the mean of shares between 0 and 1, units resampled; the interval stays between 0 and 1.
+
+    Where all agree, resampling shows no spread; the interval then leaves room for what n units cannot show (Wilson).
+
+    Raises:
+        EvalError: nothing came, or a value that is no share.
+    """
+    if not all(0 <= value <= 1 for value in values):
+        raise EvalError("accuracy: a value outside 0 to 1 is no share")
+    found = mean_nll(values, [1.0] * len(values), seed=seed, num_resamples=num_resamples)
+    if found.low is None or found.high is None:
+        return found
+    room = (wilson(0, len(values)).high or 0.0) if len(set(values)) == 1 else 0.0
+    return Estimate(found.value, max(0.0, found.low - room), min(1.0, found.high + room), found.n)
+
+
 class Unit(NamedTuple):
     """One scored unit under one method: its mean, and the tokens (or trials) that it stands for."""
 

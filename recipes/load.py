@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from evals.rows import write_whole
 from recipes.plain_yaml import parse_yaml
-from recipes.schema import CompareRecipe, PasskeyTask, PerplexityTask
+from recipes.schema import Benchmarks, CompareRecipe, PasskeyTask, PerplexityTask
 from recipes.tuning import FinetuneRecipe
 from rope_ext.errors import RopeExtError
 from rope_ext.plan import spell
@@ -83,6 +83,9 @@ def _check(recipe: CompareRecipe, where: str) -> None:
             f"{where}: track.report_to takes wandb alone in a comparison; the others take training curves"
         )
     check_tasks(recipe.perplexity, recipe.passkey, where)
+    refuse_repeated("benchmarks.tasks", recipe.benchmarks.tasks, where)
+    if not recipe.benchmarks.tasks and recipe.benchmarks != Benchmarks():
+        raise RecipeError(f"{where}: benchmarks names no tasks, so that the rest of it says nothing; add tasks: [...]")
 
 
 def check_tasks(perplexity: PerplexityTask, passkey: PasskeyTask, where: str) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import yaml
 
 from evals import plots
+from evals.metrics import kind_of
 from evals.rows import Cell, Contrast
 from recipes.compare import SAMPLES
 from recipes.folders import Folder, Series, grouped, read_folder
@@ -187,7 +188,7 @@ def _entry(cell: Cell | None, most: int) -> Entry:
         return Entry(math.inf, "")
     if cell.value is None:
         return Entry(math.inf, "failed")
-    shown = f"{cell.value:.2f}" if cell.task == "passkey" else f"{cell.value:.4g}"
+    shown = f"{cell.value:.2f}" if kind_of(cell.task, cell.protocol) == "share" else f"{cell.value:.4g}"
     interval = "" if cell.ci_low is None or cell.ci_high is None else f"{cell.ci_low:.3g} to {cell.ci_high:.3g}"
     if cell.n < most:
         interval = f"{interval}, n = {cell.n} alone".removeprefix(", ")

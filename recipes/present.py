@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evals import plots
+from evals.metrics import HARNESS, kind_of
 from evals.rows import Cell, Contrast
 from recipes.compare import RUN, Comparison
 from recipes.setting import RECIPE
@@ -53,6 +54,25 @@ def table(comparison: Comparison) -> Table:
     return view
 
 
+def benchmark_table(comparison: Comparison) -> Table | None:
+    """Return one row for each of lm-eval's tasks, metrics and lengths, a column a method; None if there are none."""
+    columns = dict.fromkeys((c.task, c.protocol, c.length) for c in comparison.cells if c.task.startswith(HARNESS))
+    if not columns:
+        return None
+    at = {(c.task, c.protocol, c.length, c.fingerprint): c for c in comparison.cells}
+    view = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    view.add_column("lm-eval task", overflow="fold")
+    for head in ("tokens", "n", *comparison.labels.values()):
+        view.add_column(Text(head), justify="right", overflow="fold")
+    for task, protocol, length in columns:
+        cells = [at.get((task, protocol, length, fingerprint)) for fingerprint in comparison.labels]
+        n = {cell.n for cell in cells if cell is not None}
+        values = [Text(value_in_short(cell)) for cell in cells]
+        counts = ", ".join(str(each) for each in sorted(n))
+        view.add_row(Text(f"{task.removeprefix(HARNESS)}: {protocol}"), str(length), counts, *values)
+    return view
+
+
 def _tasks(comparison: Comparison) -> list[tuple[str, str]]:
     measured = {cell.task for cell in comparison.cells}
     return [(task, short) for task, short in (("perplexity", "ppl"), ("passkey", "key")) if task in measured]
@@ -80,7 +100,7 @@ def value_in_short(cell: Cell | None) -> str:
         return ""
     if cell.value is None:
         return "failed"
-    if cell.task == "passkey":
+    if kind_of(cell.task, cell.protocol) == "share":
         return f"{cell.value:.2f}"
     if cell.value < 999.5:
         return f"{cell.value:.3g}"
@@ -160,7 +180,7 @@ def write_report(comparison: Comparison, pictures: list[Path]) -> Path:
     lines += _native_markdown(comparison)
     columns = dict.fromkeys((cell.task, cell.protocol) for cell in comparison.cells)
     for task, protocol in columns:
-        title = f"{TITLES[task]} ({protocol_in_words(protocol)})"
+        title = f"{TITLES.get(task, task)} ({protocol_in_words(protocol)})"
         lines += [f"## {title}", "", *_markdown(comparison, comparison.pooled(task, protocol)), ""]
         lines += _scored_markdown(comparison, task, protocol)
         lines += _contrasts_markdown(comparison, task, protocol)
@@ -250,6 +270,8 @@ def _contrasts_markdown(comparison: Comparison, task: str, protocol: str) -> lis
 
 def unit_of(task: str) -> str:
     """Return what a paired difference is counted in; its sign says whether it is more or less."""
+    if task.startswith(HARNESS):
+        return "the score, or percent of a perplexity"
     return {"perplexity": "percent of perplexity", "passkey": "share of passkeys"}.get(task, "nats")
 
 
@@ -258,7 +280,7 @@ def difference_in_words(contrast: Contrast | None) -> str:
     if contrast is None:
         return ""
     ends = (contrast.value, contrast.ci_low, contrast.ci_high)
-    if contrast.task == "perplexity":
+    if kind_of(contrast.task, contrast.protocol) == "perplexity":
         shown = [None if end is None else f"{100 * math.expm1(min(end, 50)):+.3g}" for end in ends]
     else:
         shown = [None if end is None else f"{end:+.3g}" for end in ends]
@@ -303,7 +325,7 @@ def protocol_in_words(protocol: str) -> str:
         "gain": f"the last {number} tokens at L, against the same with the last {original} alone",
     }
     whole = {"prefix": "the first L tokens", "by-position": "one forward"}
-    return whole.get(protocol) or words[name]
+    return whole.get(protocol) or words.get(name) or protocol  # lm-eval's say it in full
 
 
 def _markdown(comparison: Comparison, cells: dict[tuple[str, int], Cell]) -> list[str]:

@@ -76,6 +76,28 @@ class PasskeyTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmarks:
+    """Tasks of lm-eval, each document a sample as all others are; see evals.harness.
+
+    Attributes:
+        tasks: names of tasks, groups or tags of lm-eval or of ours, or a preset: "native" (short-context sanity, from
+            the Hub), "native-offline" (the same of what is here). None measures none.
+        limit: the first documents of each task and length; None takes all.
+        lengths: of tasks that make their own documents, tokens; by default those of the comparison.
+        num_fewshot: examples before each prompt; by default the task's own.
+        include_path: a folder with task YAMLs of one's own.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    tasks: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    limit: Annotated[int, Field(ge=1)] | None = None
+    lengths: tuple[Annotated[int, Field(ge=2)], ...] = ()
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    include_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
     """Where a run goes besides its own files.
 
@@ -121,6 +143,7 @@ class CompareRecipe:
     data: str = "python"
     perplexity: PerplexityTask = field(default_factory=PerplexityTask)
     passkey: PasskeyTask = field(default_factory=PasskeyTask)
+    benchmarks: Benchmarks = field(default_factory=Benchmarks)
     baseline: str | None = None
     memory_budget: Annotated[int, Field(ge=1)] = 2 * 2**30
     seed: Annotated[int, Field(ge=0)] = 0

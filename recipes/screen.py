@@ -24,7 +24,7 @@ from rich.progress import (
 from recipes.all_work import total_cost
 from recipes.compare import Advance, Comparison, check_earlier, run_compare
 from recipes.load import RecipeError
-from recipes.present import table, write_pictures, write_report
+from recipes.present import benchmark_table, table, write_pictures, write_report
 from recipes.ranks import ALONE, Ranks, once
 from recipes.schema import CompareRecipe, Track
 from recipes.setting import Setting, prepare
@@ -165,6 +165,9 @@ def show(comparison: Comparison) -> None:
     console = Console()
     if comparison.pooled("perplexity") or comparison.pooled("passkey"):
         console.print(table(comparison))
+    benchmarks = benchmark_table(comparison)
+    if benchmarks is not None:
+        console.print(benchmarks)
     page = page_command(comparison.out)
     where = f"{comparison.seconds:.0f} s; everything is in {comparison.out} (report.md; as one page: {page})"
     console.print(where, soft_wrap=True, markup=False, highlight=False)

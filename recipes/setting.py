@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from evals.hub import PREFIX
 from evals.nll import itemsize_of, rows_per_chunk
 from evals.variants import VARIANTS
 from recipes import data
+from recipes.benchmarks import open_benchmarks
 from recipes.load import RecipeError, make_recipe, read_recipe, write_recipe
 from recipes.prompts import Prompts, make_prompts
 from recipes.ranks import ALONE, Ranks, everywhere, once
@@ -39,7 +40,8 @@ NUM_HAYSTACKS = 64
 class Setting:
     """Everything that is checked before the first forward: the model, the data, the methods and where results go.
 
-    `stage` is "before" or "after" where a training stands between two such settings.
+    `benchmarks` are columns of evals.harness, whose library is optional. `stage` is "before" or "after" where training
+    stands between two such settings.
     """
 
     recipe: CompareRecipe
@@ -50,6 +52,7 @@ class Setting:
     methods: tuple[Method, ...]
     corpus: Corpus | None
     prompts: Prompts
+    benchmarks: tuple[Any, ...] = ()
     ranks: Ranks = ALONE
     stage: str | None = None
 
@@ -75,8 +78,12 @@ def load_setting(recipe: CompareRecipe) -> Setting:
         RopeExtError, EvalError: any bad input.
     """
     methods = tuple(parse_method(text) for text in recipe.methods)
-    if not (recipe.perplexity.documents and recipe.perplexity.protocols) and not _asks_passkeys(recipe):
-        raise RecipeError("recipe: nothing to measure; ask for perplexity.documents or passkey.trials above 0")
+    if not (recipe.perplexity.documents and recipe.perplexity.protocols) and not (
+        _asks_passkeys(recipe) or recipe.benchmarks.tasks
+    ):
+        raise RecipeError(
+            "recipe: nothing to measure; ask for perplexity.documents or passkey.trials above 0, or benchmarks.tasks"
+        )
     check_written_as(recipe.model, [method.name for method in methods])
     model, tokenizer = load_model(recipe.model)
     geometry = read_geometry(model.config, base=recipe.base, original_context=recipe.original_context)
@@ -116,6 +123,10 @@ def load_setting(recipe: CompareRecipe) -> Setting:
         haystacks = [*islice(documents, max(recipe.passkey.trials, NUM_HAYSTACKS) if in_order else None)]
     prompts = make_prompts(recipe.passkey, tokenizer, lengths=recipe.lengths, documents=haystacks, seed=recipe.seed)
     _check_vocabulary(model, corpus, prompts)
+    columns = open_benchmarks(recipe.benchmarks, tokenizer, lengths=recipe.lengths, window=context, seed=recipe.seed)
+    if recipe.benchmarks.include_path:
+        place = str(Path(recipe.benchmarks.include_path).absolute())
+        recipe = replace(recipe, benchmarks=replace(recipe.benchmarks, include_path=place))
     return Setting(
         recipe=recipe,
         out=Path(),
@@ -125,6 +136,7 @@ def load_setting(recipe: CompareRecipe) -> Setting:
         methods=methods,
         corpus=corpus,
         prompts=prompts,
+        benchmarks=columns,
     )
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
 from evals import corpora, rows
 from evals.corpora import TokenDocument
+from evals.metrics import HARNESS
 from evals.perplexity import (
     Scored,
     by_position,
@@ -33,15 +34,6 @@ class Measure(NamedTuple):
     task: str
     protocol: str
     length: int
-
-
-METRICS = {
-    "perplexity": "perplexity",
-    "nll-by-position": "nll",
-    "long-context-gain": "nll-difference",
-    "passkey": "accuracy",
-}
-"""The metric of each task's cells."""
 
 
 Stretch = tuple[int, int]
@@ -92,7 +84,17 @@ def measures(setting: Setting) -> list[Measure]:
             found += [_measure(setting, protocol, n) for n in recipe.lengths if protocol != "gain" or n > original]
     for protocol, prompts in setting.prompts.items():
         found += [Measure("passkey", protocol, length) for length in sorted({prompt.length for prompt in prompts})]
+    found += [
+        Measure(HARNESS + column.name, protocol, column.length)
+        for column in setting.benchmarks
+        for protocol in protocols_of(column)
+    ]
     return found
+
+
+def protocols_of(column: Any) -> dict[str, Any]:
+    """Return the metrics of one of lm-eval's tasks by how a column of results calls them."""
+    return {f"{metric.label}, {column.shots}-shot": metric for metric in column.metrics}
 
 
 def _measure(setting: Setting, protocol: str, length: int) -> Measure:

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from rope_ext.cli.start import MEASURE, app, examples, one_line_errors, print_json, quiet_libraries, state, together
 from rope_ext.cli.words import (
     BaseOption,
     JsonOption,
+    ModelArgument,
     OriginalOption,
     TrackOption,
     complete_from,
@@ -197,6 +200,175 @@ def compare(
                 _forecast(made, as_json=as_json)
             return
         _compare(made, out, resume=False, as_json=as_json)
+
+
+@app.command(
+    rich_help_panel=MEASURE,
+    epilog=examples(
+        "rope-ext bench tiny --methods unscaled,yarn --context 1024 --tasks rope_ext_passkey --limit 5 --out bench",
+        "rope-ext bench tiny --methods yarn --context 2048 --tasks niah_single_1 --lengths 1024,2048 --dry-run",
+        "rope-ext bench tiny --methods unscaled,yarn --context 1024 --tasks native-offline --limit 20 --dry-run",
+    ),
+)
+def bench(
+    model: ModelArgument,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks",
+            help="comma list of lm-eval's tasks or ours, or native, native-offline (see rope-ext lm-eval-tasks --list)",
+        ),
+    ],
+    methods: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            "--method",
+            "-m",
+            help="comma list of NAME or NAME:key=value, compared on the same documents",
+            autocompletion=complete_method,
+        ),
+    ] = "unscaled",
+    context: Annotated[
+        int | None, typer.Option("--context", "-c", help="the window in tokens (default: 4 times the model's)")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option("--lengths", help="comma list, of tasks that make their documents (default: to the window)"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="documents of each task and length (default: all)")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", help="examples before each prompt (default: the task's)")
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", help="a folder with task YAMLs of your own")
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline",
+            help="the method that the others are paired with (default: unscaled)",
+            autocompletion=complete_method,
+        ),
+    ] = None,
+    base: BaseOption = None,
+    original_context: OriginalOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="of documents that are made, of shots and bootstrap", min=0)] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="folder of the run (default: runs/<time>-compare-<model>)")
+    ] = None,
+    track: TrackOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="say what would be measured and what it costs, and write nothing")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run lm-eval's tasks on a model under methods, each on the same documents; nothing is cut, every value has its n.
+
+    The run is one of compare: rope-ext compare --resume --out DIR goes on with it, and a recipe's section benchmarks
+    has the same beside perplexity and passkeys.
+    """
+    with one_line_errors():
+        quiet_libraries()
+        from recipes.load import make_recipe
+
+        section: dict[str, object] = {
+            "tasks": words_of(tasks),
+            "limit": limit,
+            "lengths": numbers_of(lengths, "lengths", int, "4096,8192"),
+            "num_fewshot": num_fewshot,
+            "include_path": None if include_path is None else str(include_path),
+        }
+        asked: dict[str, object] = {
+            "model": model,
+            "methods": spelled_methods(methods),
+            "context": context,
+            "perplexity": {"documents": 0},
+            "passkey": {"trials": 0},
+            "benchmarks": {key: value for key, value in section.items() if value is not None},
+            "baseline": None if baseline is None else (spelled_methods(baseline) or [""])[0],
+            "base": base,
+            "original_context": original_context,
+            "seed": seed,
+            "track": None if track is None else {"report_to": words_of(track)},
+        }
+        made = make_recipe({key: value for key, value in asked.items() if value is not None}, where="bench")
+        if dry_run:
+            if os.environ.get("RANK", "0") == "0":
+                _forecast(made, as_json=as_json)
+            return
+        _compare(made, out, resume=False, as_json=as_json)
+
+
+@app.command(
+    "lm-eval-tasks",
+    rich_help_panel=MEASURE,
+    epilog=examples("rope-ext lm-eval-tasks", "rope-ext lm-eval-tasks --list"),
+)
+def lm_eval_tasks(
+    listed: Annotated[bool, typer.Option("--list", help="list tasks with what they need")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the folder of our tasks for lm-eval's --include_path, or list what there is and what each fetches."""
+    with one_line_errors():
+        quiet_libraries()
+        from recipes.benchmarks import FROM_HUB, MADE_HERE, OURS, PRESETS, TASKS
+
+        if as_json:
+            print_json(
+                {
+                    "include_path": str(TASKS),
+                    "ours": OURS,
+                    "made_here": MADE_HERE,
+                    "from_hub": FROM_HUB,
+                    "presets": {name: list(some) for name, some in PRESETS.items()},
+                }
+            )
+            return
+        if not listed:
+            typer.echo(str(TASKS))
+            return
+        view = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for head in ("task", "what", "needs"):
+            view.add_column(head, overflow="fold")
+        for name, what in OURS.items():
+            view.add_row(name, what, "nothing")
+        for name, what in MADE_HERE.items():
+            view.add_row(name, what, "nothing; lm-eval[ruler]")
+        for names, source in FROM_HUB.items():
+            view.add_row(names, "", f"fetches {source}")
+        for name, some in PRESETS.items():
+            view.add_row(name, f"preset: {', '.join(some)}", "as these")
+        Console().print(view)
+
+
+@app.command(
+    "lm-eval",
+    rich_help_panel=MEASURE,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=examples(
+        "rope-ext lm-eval --model rope_ext --model_args pretrained=tiny,method=yarn,factor=4 "
+        "--tasks rope_ext_next_line --limit 5",
+    ),
+)
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-eval's own command line with our model (--model rope_ext) and our tasks known to it.
+
+    What it takes is told by: lm_eval run --help. --model_args takes pretrained, method, context or factor, base,
+    original_context, dtype. A cache (--use_cache) belongs to one method, and is refused to another.
+    """
+    with one_line_errors():
+        quiet_libraries()
+        from recipes.benchmarks import import_harness
+
+        import_harness()
+        from recipes.lm_eval_model import run_cli
+
+        status = run_cli(context.args)
+    if status:
+        raise typer.Exit(status)
 
 
 @app.command(

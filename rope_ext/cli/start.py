@@ -140,6 +140,7 @@ def quiet_libraries() -> None:
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     hub_logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,0 +1,1 @@
+"""Our tasks for lm-eval: YAML, and what makes their documents."""
