@@ -304,7 +304,7 @@ def _load(manager: TaskManager, name: str, length: int | None, rows: dict[str, l
 
 
 def _made(config: dict[str, Any], rows: dict[str, list[dict[str, Any]]], length: int | None) -> dict[str, Any]:
-    """Return what stands in for a task's own making of its documents; RULER's metrics are one a length, of which one."""
+    """Return what stands in for a task making its documents; of RULER's metrics, one a length, that of this one."""
     import datasets  # pyright: ignore[reportMissingTypeStubs]
 
     splits = {split: datasets.Dataset.from_list(each) for split, each in rows.items()}
