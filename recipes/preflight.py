@@ -5,13 +5,13 @@ import time
 from dataclasses import asdict, dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from recipes.all_work import total_cost
 from recipes.packing import Plan
 from recipes.setting import forward_cost
 from recipes.train import accumulation
-from recipes.tuning import Train
+from recipes.tuning import ActivationCheckpointing, Train
 from recipes.tuning_setting import FinetuneSetting, computed_in
 from rope_ext.hf import size_of_head
 from rope_ext.inspection import in_bytes
@@ -117,9 +117,9 @@ def preflight(setting: FinetuneSetting) -> Preflight:
         weights=int(parameters * itemsize * here + copies / shards),
         gradients=int(trained * itemsize * here),
         optimizer=int(2 * trained * itemsize * here),
-        activations=activation_bytes(model, train, tokens, precision),
+        activations=activation_bytes(model.config, train.activation_checkpointing, tokens, precision),
         masks=mask_bytes(model, train, row_tokens, precision) if is_packed(setting.plan) else 0,
-        logits=logits_bytes(model, train, tokens),
+        logits=logits_bytes(model.config, train.loss_rows, tokens),
         evaluation=parameters * itemsize + setting.evaluation.recipe.memory_budget,
         memory=memory_of(model.device),
         rows=len(setting.plan.rows),
@@ -168,14 +168,15 @@ def _recompute(train: Train) -> float:
     return 0.0 if checkpointing is None or checkpointing.keep == "products" else 1 / checkpointing.every_n_layers
 
 
-def activation_bytes(model: PreTrainedModel, train: Train, tokens: int, precision: str) -> int:
+def activation_bytes(
+    config: PretrainedConfig, checkpointing: ActivationCheckpointing | None, tokens: int, precision: str
+) -> int:
     """Return the bytes of activations that are held for the backward pass, for so many tokens at once.
 
     A layer keeps, in widths: the residual stream, what a norm makes and its product with the weight (twice); queries,
     keys, values, attention's output and its copy; gate, its activation, the other half, their product. Where they are
     recomputed: the layer's input, the results of its products if those are kept, and of one layer at a time the rest.
     """
-    config = model.config
     width, layers, wide = int(config.hidden_size), int(config.num_hidden_layers), int(config.intermediate_size)
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -183,7 +184,6 @@ def activation_bytes(model: PreTrainedModel, train: Train, tokens: int, precisio
     narrow, stream = (4, 4) if precision == "fp32" else (2, 2) if precision == "pure-bf16" else (2, 4)
     inner = stream * 6 * width + narrow * (4 * q_width + 3 * kv_width + 4 * wide)
     products = narrow * (2 * width + 2 * q_width + 2 * kv_width + 2 * wide)
-    checkpointing = train.activation_checkpointing
     if checkpointing is None:
         return tokens * (layers * inner + inner)
     recomputed = layers // checkpointing.every_n_layers
@@ -209,10 +209,10 @@ def mask_bytes(model: PreTrainedModel, train: Train, row_tokens: int, precision:
     return entries * max(3, 1 + kept * (4 if precision == "fp32" else 2))
 
 
-def logits_bytes(model: PreTrainedModel, train: Train, tokens: int) -> int:
+def logits_bytes(config: PretrainedConfig, loss_rows: int, tokens: int) -> int:
     """Return the bytes of the loss: logits and their logarithms for some rows, and the head's gradient in fp32."""
-    vocabulary, width = int(model.config.vocab_size), int(model.config.hidden_size)
-    return 4 * (2 * min(train.loss_rows, tokens) * vocabulary + vocabulary * width + tokens * width)
+    vocabulary, width = int(config.vocab_size), int(config.hidden_size)
+    return 4 * (2 * min(loss_rows, tokens) * vocabulary + vocabulary * width + tokens * width)
 
 
 def memory_of(device: torch.device) -> int:

@@ -28,6 +28,9 @@ class ModelShape:
     parameters: int
     multiplied: int
     head: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
 
     def key_value_heads(self) -> list[int]:
         """Return every number of key heads that the query heads could share, largest first: MHA, GQA, MQA."""
@@ -66,6 +69,9 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         parameters=sum(p.numel() for p in model.parameters()),
         multiplied=sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and ".layers." in name),
         head=head.numel(),
+        hidden_size=int(config.hidden_size),
+        intermediate_size=int(config.intermediate_size),
+        vocab_size=head.shape[0],
     )
 
 
@@ -89,3 +95,29 @@ def prefill_operations(shape: ModelShape, tokens: int) -> Operations:
         products=2.0 * (shape.multiplied * tokens + shape.head),
         attention=4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs,
     )
+
+
+def decode_operations(shape: ModelShape, tokens: int) -> Operations:
+    """Return what it takes to make one token behind `tokens` cached ones: every weight once, and every key once.
+
+    Source: as `prefill_operations`; the new token meets the cached keys and its own.
+    """
+    return Operations(
+        products=2.0 * (shape.multiplied + shape.head),
+        attention=4.0 * shape.num_layers * shape.num_heads * shape.head_dim * (tokens + 1),
+    )
+
+
+def logits_bytes(shape: ModelShape, tokens: int, *, bytes_per_number: int = 4) -> int:
+    """Return the bytes of the logits of so many tokens: tokens x vocabulary x bytes."""
+    return tokens * shape.vocab_size * bytes_per_number
+
+
+def activation_bytes(shape: ModelShape, tokens: int, *, bytes_per_number: int = 2) -> int:
+    """Return the bytes that a forward without gradients holds at its widest point, for so many tokens at once.
+
+    The residual stream and its norm, and what is wider of attention (queries, keys, values, the result) and the
+    feed-forward layer (gate, up, their product); attention itself is taken as one that makes no matrix of scores.
+    """
+    attention = (2 * shape.num_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+    return tokens * bytes_per_number * (2 * shape.hidden_size + max(attention, 3 * shape.intermediate_size))

@@ -1,6 +1,7 @@
 """Commands that look: methods, a model's geometry, this machine."""
 
 import dataclasses
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +17,7 @@ from rope_ext.cli.words import (
     ModelArgument,
     OriginalOption,
     base_of,
+    complete_from,
 )
 
 
@@ -101,6 +103,65 @@ def inspect(
         console = Console()
         console.print(f"{model}: {found.summary()}", markup=False, highlight=False, soft_wrap=True)
         console.print(found.table())
+
+
+@app.command(
+    rich_help_panel=LOOK,
+    epilog=examples(
+        "rope-ext plan tiny --context 2048",
+        "rope-ext plan tiny --context 2048 --batch 4 --gpu h100 --cache-dtype fp8",
+        "rope-ext plan tiny --context 2048 --train --gpu a100 --json",
+    ),
+)
+def plan(
+    model: ModelArgument,
+    context: Annotated[int, typer.Option("--context", "-c", help="the window, in tokens")],
+    batch: Annotated[int, typer.Option("--batch", "-b", help="sequences, or rows of a step", min=1)] = 1,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="fp32, bf16 or fp8", autocompletion=complete_from("fp32", "bf16", "fp8"))
+    ] = "bf16",
+    cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-dtype",
+            help="of keys and values (default: as --dtype)",
+            autocompletion=complete_from("fp32", "bf16", "fp8"),
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", help="a100, h100, h200, or a JSON file", autocompletion=complete_from("a100", "h100", "h200")
+        ),
+    ] = None,
+    train: Annotated[bool, typer.Option("--train", help="a step of training in place of reading and writing")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a window takes before anything is run: memory, operations, time floors, and what to change first.
+
+    From the configuration alone; no weights are read. Floors are by the device's data sheet, and nothing reaches them.
+    """
+    with one_line_errors():
+        quiet_libraries()
+        from recipes.planner import plan as plan_of
+        from recipes.planner import read_device
+        from rope_ext.hf import load_config
+
+        found = plan_of(
+            model,
+            load_config(model),
+            context=context,
+            batch=batch,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            device=None if gpu is None else read_device(gpu),
+            training=train,
+        )
+        if as_json:
+            print_json(found.as_dict())
+            return
+        for line in found.lines():
+            typer.echo(line)
 
 
 @app.command(

@@ -148,7 +148,7 @@ def test_the_recipes_of_the_pages_are_some():
     recipe = make_finetune(yaml.safe_load(training))
     assert recipe.eval.at == (20, 50)
     assert recipe.data.sources[1].recall
-    (benched,) = blocks(DOCS / "benchmarks.md", "yaml")
+    (benched,) = blocks(DOCS / "lm-eval.md", "yaml")
     assert make_recipe(yaml.safe_load(benched)).benchmarks.limit == 50
     (comparing,) = blocks(DOCS / "recipes.md", "yaml")
     recipe = make_recipe(yaml.safe_load(comparing))
