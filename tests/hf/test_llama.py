@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -263,3 +264,18 @@ def test_the_lab_of_positions_shows_what_it_says():
     assert max(found["alibi"].values()) < 2e-5
     assert found["alibi_off_the_formula"] < 2e-5
     assert max(found["exactness"].values()) < 2e-6
+
+
+def test_the_figures_of_the_lab_on_the_block():
+    """What scripts/lab_block.py prints: sizes that are known, and differences that are none."""
+    path = Path(__file__).resolve().parents[2] / "scripts" / "lab_block.py"
+    found = runpy.run_path(str(path))["figures"]()
+    assert found["norms"]["saved"] == 512
+    assert 0.9985 < found["norms"]["correlation"] < 0.9999
+    assert found["gqa"]["largest_difference"] == 0.0
+    assert found["gqa"]["parameters"] == {8: 16_448, 4: 12_352, 2: 10_304, 1: 9_280}
+    assert (found["swiglu"]["eight_thirds"], found["swiglu"]["rounded"]) == (10_922, 11_008)
+    assert 1 < found["swiglu"]["three_matrices"] / found["swiglu"]["two_matrices"] < 1.01
+    assert found["swish"]["2"] == pytest.approx(1.7616, abs=5e-5)
+    assert found["swish"]["-2"] == pytest.approx(-0.2384, abs=5e-5)
+    assert found["cache"] == {32: 4.0, 8: 1.0, 1: 0.125}
