@@ -144,6 +144,31 @@ def convert(
 @app.command(
     rich_help_panel=STRETCH,
     epilog=examples(
+        "rope-ext gqa tiny --kv-heads 1 --out tiny-mqa",
+    ),
+)
+def gqa(
+    model: ModelArgument,
+    kv_heads: Annotated[int, typer.Option("--kv-heads", "-k", help="key and value heads; must divide the model's")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="a new directory for the checkpoint")],
+    as_json: JsonOption = False,
+) -> None:
+    """Average key and value heads in groups, for a smaller cache; a brief training makes them of use again."""
+    with one_line_errors():
+        quiet_libraries()
+        from recipes.grouping import write_grouped
+
+        written = write_grouped(model, kv_heads, out)
+        if as_json:
+            print_json(written.document)
+            return
+        for line in written.lines:
+            typer.echo(line)
+
+
+@app.command(
+    rich_help_panel=STRETCH,
+    epilog=examples(
         "rope-ext finetune tiny/yarn --dry-run",
         "rope-ext finetune tiny/pose-yarn --out tiny-2k --set train.steps=12 --set 'eval.at=[5]'",
         "rope-ext finetune --resume --out tiny-2k",
