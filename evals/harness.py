@@ -498,7 +498,7 @@ def _generated(
     }
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "evals.harness", json.dumps(asked | {"out": str(out)})]
+        command = [sys.executable, "-P", "-m", "evals.harness", json.dumps(asked | {"out": str(out)})]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
             done = subprocess.run(  # noqa: S603  (our own words)
