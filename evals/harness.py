@@ -15,17 +15,22 @@ import os
 import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import threading
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import jinja2
 import numpy as np
 import torch
 from lm_eval.api import registry  # pyright: ignore[reportMissingTypeStubs]
 from lm_eval.models import huggingface  # pyright: ignore[reportMissingTypeStubs]
+from lm_eval.models import utils as models_utils  # pyright: ignore[reportMissingTypeStubs]
 from lm_eval.tasks import TaskManager, _yaml_loader  # pyright: ignore[reportMissingTypeStubs]
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,10 +39,13 @@ from evals.metrics import STRING_MATCH, kind_of_metric
 from evals.rows import write_whole
 
 WEIGHTED = {"word_perplexity", "byte_perplexity", "token_perplexity", "bits_per_byte"}
-WHOLE = {"bleu", "chrf", "chrf++", "ter", "mcc", "likelihood", "brier_score", "ece"}
-"""Metrics of all documents together, which no document has a share in."""
+OF_DOCUMENTS = {"mean", "perplexity", "weighted_perplexity", "bits_per_byte"}
+ENDLESS = {"ruler_vt": 4096, "ruler_cwe": 4096}
+"""Lengths under which upstream's generators try again without end."""
 PATIENCE = 900.0
 """Seconds that a task's generator may take for one length."""
+LARGEST = 10_000_000
+"""Bytes of a file beside a task that is looked at."""
 FINGERPRINT = "rope-ext fingerprint"
 HFLM: Any = huggingface.HFLM  # its decorator hides what it is from type checkers
 Task = Any
@@ -70,6 +78,11 @@ class StrictLM(HFLM):
             raise EvalError(
                 f"lm-eval: batch_size {batch_size} pads rows without telling the model, whose frequencies follow the "
                 "length; use batch_size 1"
+            )
+        if tokenizer.eos_token_id is not None and tokenizer("x")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+            raise EvalError(
+                "lm-eval: the tokenizer ends every text with its EOS, behind which nothing can be asked; switch that "
+                "off (add_eos_token: false in tokenizer_config.json)"
             )
         self.fingerprint = fingerprint
         # a copy: HFLM gives it a padding token
@@ -278,10 +291,32 @@ def _leaves(manager: TaskManager, names: Sequence[str]) -> list[str]:
         elif entry.kind.name == "TAG":
             found |= dict.fromkeys(t for t in manager.all_subtasks if name in cast("Any", manager).task_index[t].tags)
         else:
-            config = _config(manager, name, resolve=False)
-            members = [m if isinstance(m, str) else m.get("task") or m.get("group") for m in config.get("task", [])]
-            found |= dict.fromkeys(_leaves(manager, [m for m in members if m]))
+            found |= dict.fromkeys(_leaves(manager, _members(name, _config(manager, name, resolve=False))))
     return list(found)
+
+
+GROUP_KEYS = {"group", "group_alias", "task", "tag", "aggregate_metric_list", "metadata"}
+
+
+def _members(name: str, group: dict[str, Any]) -> list[str]:
+    """Return the tasks that a group names; settings that it gives them would be lost, and are refused.
+
+    Raises:
+        EvalError: there are some.
+    """
+    found: list[str] = []
+    for member in group.get("task", []):
+        if isinstance(member, str):
+            found.append(member)
+        elif isinstance(member.get("task"), list):
+            found += _members(name, member)
+        else:
+            found.append(str(member.get("task") or member.get("group")))
+        extra = set() if isinstance(member, str) else set(member) - GROUP_KEYS - {"task_alias"}
+        if extra or set(group) - GROUP_KEYS:
+            told = ", ".join(sorted(extra | (set(group) - GROUP_KEYS)))
+            raise EvalError(f"lm-eval: the group {name} sets {told} for its tasks; name the tasks themselves")
+    return found
 
 
 def _load(manager: TaskManager, name: str, length: int | None, rows: dict[str, list[dict[str, Any]]] | None) -> Task:
@@ -295,7 +330,7 @@ def _load(manager: TaskManager, name: str, length: int | None, rows: dict[str, l
             return next(iter(manager.load([config])["tasks"].values()))
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        if source:
+        if source and source not in {"json", "csv", "text", "parquet"} and not isinstance(error, jinja2.TemplateError):
             raise EvalError(
                 f"lm-eval: {name} reads the data set {source} from the Hub, which failed ({reason}); it needs a "
                 "network once, or a task that makes its own documents (rope-ext lm-eval-tasks --list)"
@@ -330,13 +365,18 @@ class _Measuring:
         if request.request_type == "generate_until":
             context, options = request.args
             tokens = len(self.lm.tok_encode(context))
-            answer = int(options.get("max_gen_toks", self.lm.max_gen_toks))
+            if "max_length" in options:
+                raise EvalError(
+                    f"lm-eval: {name}: generation_kwargs.max_length leaves no room known; give max_gen_toks"
+                )
+            answer = int(models_utils.normalize_gen_kwargs(dict(options), self.lm.max_gen_toks).get("max_gen_toks", 0))
         elif request.request_type == "loglikelihood_rolling":
             return min(len(self.lm.tok_encode(request.args[0])), self.window)
         else:
             context, continuation = request.args
-            # as HFLM itself splits them
-            split = self.lm._encode_pair(context, continuation) if context else ([0], self.lm.tok_encode(continuation))  # noqa: SLF001
+            split = ([0], self.lm.tok_encode(continuation, add_special_tokens=False))
+            if context:  # as HFLM itself splits them
+                split = self.lm._encode_pair(context, continuation)  # noqa: SLF001
             tokens = len(split[0]) + len(split[1]) - 1
         if tokens + answer > self.window:
             told = too_long(tokens, self.window, answer).removeprefix("lm-eval: a prompt")
@@ -349,6 +389,8 @@ def _column(
 ) -> Column:
     """Return a task with its first documents' requests built and measured."""
     config = task.config
+    if shots and config.num_fewshot == 0:
+        raise EvalError(f"lm-eval: {name} takes no shots (its num_fewshot is 0); leave --num-fewshot out")
     if shots is not None and config.num_fewshot != 0:
         task.set_config(key="num_fewshot", value=shots)
     elif config.num_fewshot is None:
@@ -365,7 +407,7 @@ def _column(
     documents: list[Document] = []
     for number, requests in by_document.items():
         requests.sort(key=lambda each: each.idx)
-        shown = json.dumps([[each.request_type, *each.args] for each in requests], default=str)
+        shown = json.dumps([[each.request_type, *each.args] for each in requests] + [requests[0].doc], default=str)
         documents.append(
             Document(
                 unit=str(number),
@@ -376,8 +418,11 @@ def _column(
             )
         )
     filters = [str(each.name) for each in getattr(task, "_filters", [])] or ["none"]
-    names = [str(each) for each in task.aggregation() if "@" not in str(each)]  # "@" is ours for one length of several
-    metrics = tuple(Metric(each, key) for each in names if each not in WHOLE for key in filters)
+    every = {str(each): how for each, how in task.aggregation().items()}
+    # "x@y" beside "x" is one length of several, of which this is one
+    names = [each for each in every if "@" not in each or each.partition("@")[0] not in every]
+    whole = [each for each in names if not _is_of_documents(every[each])]
+    metrics = tuple(Metric(each, key) for each in names if each not in whole for key in filters)
     if not metrics:
         raise EvalError(
             f"lm-eval: {name} has no metric of single documents ({', '.join(names)}), so no interval; use lm_eval"
@@ -389,8 +434,13 @@ def _column(
         task=task,
         metrics=metrics,
         documents=tuple(documents),
-        notes=tuple(f"{name}: {each} is of all documents together, and left out" for each in names if each in WHOLE),
+        notes=tuple(f"{name}: {each} is of all documents together, and left out" for each in whole),
     )
+
+
+def _is_of_documents(how: Any) -> bool:
+    """Whether an aggregation is lm-eval's own mean, or perplexity, of documents: others are of all of them together."""
+    return how.__module__ == "lm_eval.api.metrics" and how.__name__ in OF_DOCUMENTS
 
 
 def score(column: Column, lm: StrictLM, units: Sequence[str]) -> Iterator[list[Scored]]:
@@ -439,10 +489,9 @@ def _graded(column: Column, document: Document) -> Iterator[Scored]:
         for metric in column.metrics:
             if metric.filter != key:
                 continue
-            if metric.name not in found:
-                raise EvalError(f"lm-eval: {column.name} gave document {document.unit} no {metric.name}")
-            value, weight = value_of(metric.name, found[metric.name])
-            yield Scored(document.unit, metric, value, weight, logged)
+            # A document without a value counts for less n, as in lm-eval
+            with contextlib.suppress(EvalError, KeyError):
+                yield Scored(document.unit, metric, *value_of(metric.name, found[metric.name]), logged)
 
 
 def value_of(metric: str, found: Any) -> tuple[float, int]:
@@ -457,6 +506,8 @@ def value_of(metric: str, found: Any) -> tuple[float, int]:
     if isinstance(found, tuple | list):
         raise EvalError(f"lm-eval: {metric} of a document is {str(found)[:80]}, no number of its own")
     value = float(found)
+    if not math.isfinite(value):
+        raise EvalError(f"lm-eval: {metric} of a document is {value}")
     return (-value if kind_of_metric(metric) == "perplexity" else value), 1
 
 
@@ -482,8 +533,15 @@ def _generated(
     Raises:
         EvalError: it failed, or took longer than `PATIENCE`.
     """
+    if length is not None and length < ENDLESS.get(name, 0):
+        raise EvalError(
+            f"lm-eval: {name} at {length} tokens: upstream's generator does not end under {ENDLESS[name]} with most "
+            "tokenizers; ask for longer ones, or leave it out (rope_ext_multi_key is ours at any length)"
+        )
     home = _tokenizer_folder(tokenizer, cache)
-    about = [name, length, home.name, seed, version("lm_eval"), _contents(path.parent)]
+    places = [path.parent, Path(__file__).parent, Path(__file__).parent.parent / "rope_ext"]
+    about = [name, length, home.name, seed, version("lm_eval"), sys.version, sysconfig.get_paths()["stdlib"]]
+    about += [_contents(place) for place in places]
     digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     kept = cache / f"{name}-{length}-{digest}.json"
     if kept.is_file():
@@ -522,11 +580,11 @@ def _of(length: int | None) -> str:
 
 
 def _contents(folder: Path) -> str:
-    """Return a hash of the task files in a folder."""
+    """Return a hash of the files in a folder: what makes documents may read any of them."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.suffix in {".py", ".yaml"} and path.is_file():
-            digest.update(path.read_bytes())
+        if path.is_file() and "__pycache__" not in path.parts and path.stat().st_size < LARGEST:
+            digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -535,6 +593,10 @@ def _tokenizer_folder(tokenizer: PreTrainedTokenizerBase, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         tokenizer.save_pretrained(folder)
+        settings = Path(folder) / "tokenizer_config.json"
+        if settings.is_file():  # upstream's generators would run the code that it names
+            told = json.loads(settings.read_text(encoding="utf-8"))
+            settings.write_text(json.dumps({k: v for k, v in told.items() if k != "auto_map"}), encoding="utf-8")
         digest = hashlib.sha256()
         for path in sorted(Path(folder).iterdir()):
             digest.update(path.name.encode() + path.read_bytes())
@@ -548,6 +610,7 @@ def _tokenizer_folder(tokenizer: PreTrainedTokenizerBase, cache: Path) -> Path:
 
 def _generate(asked: dict[str, Any]) -> None:
     """Write the documents that a task makes for one length, seeded as lm-eval's own command line would be."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     random.seed(asked["seed"])
     np.random.seed(asked["seed"])  # noqa: NPY002  (the generator that upstream's tasks use)
     metadata = {"tokenizer": asked["tokenizer"], "seed": asked["seed"]}
@@ -558,6 +621,13 @@ def _generate(asked: dict[str, Any]) -> None:
     task = next(iter(manager.load([config])["tasks"].values()))
     splits = {name: [dict(row) for row in rows] for name, rows in cast("Any", task).dataset.items()}
     Path(asked["out"]).write_text(json.dumps(splits), encoding="utf-8")
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it has gone."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 if __name__ == "__main__":

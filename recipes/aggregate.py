@@ -131,7 +131,9 @@ def _estimate(
             if all(trials == 1 for _, trials in clusters.values()):
                 return stats.wilson(sum(right for right, _ in clusters.values()), len(samples)), None
             return stats.clustered_share({name: (right, n) for name, (right, n) in clusters.items()}), None
-        if kind == "share":  # parts of an answer count; a trial counts once
+        if kind == "share" and all(
+            0 <= value <= 1 for value in values
+        ):  # parts of an answer count; a trial counts once
             return stats.mean_share(values, seed=seed), None
         mean = stats.perplexity if kind == "perplexity" else stats.mean_nll
         return mean(values, weights, seed=seed), None
@@ -223,7 +225,7 @@ def difference_of(ours: Sequence[rows.Sample], theirs: Sequence[rows.Sample], *,
     # A passkey counts once, however many tokens its answer has
     units = [{u: stats.Unit(s.value, 1.0 if kind == "share" else s.weight) for u, s in side.items()} for side in of]
     haystacks = {unit: str(s.detail["haystack"]) for unit, s in of[0].items() if s.detail.get("haystack")}
-    span = 1.0 if kind == "share" else None
+    span = 1.0 if kind == "share" and all(0 <= s.value <= 1 for s in (*ours, *theirs)) else None
     resolution = 0.0 if span else RESOLUTION
     return stats.paired_difference(
         units[0], units[1], clusters=haystacks or None, span=span, resolution=resolution, seed=seed

@@ -91,6 +91,9 @@ def _keep(setting: Setting, column: Any, subject: Subject, scored: list[Any]) ->
     folder.mkdir(exist_ok=True)
     part = "" if setting.ranks.world == 1 else f".part{setting.ranks.rank}"
     logged = {(each.unit, each.metric.filter): each.logged for each in scored}
-    with (folder / f"{column.name}-{column.length}-{subject.digest}{part}.jsonl").open("a", encoding="utf-8") as file:
+    path = folder / f"{column.name.replace('/', '-')}-{column.length}-{subject.digest}{part}.jsonl"
+    torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * torn)  # what a killed run left
         for each in logged.values():
             file.write(json.dumps(each, default=str) + "\n")

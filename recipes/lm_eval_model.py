@@ -5,6 +5,7 @@ and in Python `import recipes.lm_eval_model` before `lm_eval.simple_evaluate(mod
 """
 
 import contextlib
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,20 @@ class RopeExtLM(harness.StrictLM):
             tokenizer,
             window=found.context,
             batch_size=int(batch_size),
-            fingerprint=fingerprint.digest,
+            fingerprint=f"{fingerprint.digest}-{_hash_of(tokenizer)}",
             follows_length=not found.is_static,
         )
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval writes into its results, and exactly what was measured."""
         return super().get_model_info() | {"rope_ext": self.about}
+
+
+def _hash_of(tokenizer: Any) -> str:
+    """Return a hash of how texts become tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    told = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(told.encode()).hexdigest()[:8]
 
 
 def _dtype(name: str) -> Any:
@@ -105,6 +113,10 @@ def run_cli(words: list[str]) -> int:
         words = ["run", *words]
     if words[0] == "run" and "--include_path" not in words and not any(w.startswith("--include_path=") for w in words):
         words = [*words, "--include_path", str(Path(TASKS))]
+    if any(word.startswith("--cache_requests") for word in words):
+        raise EvalError(
+            "lm-eval: --cache_requests knows no lengths, and would give one's prompts to another; leave it out"
+        )
     before = sys.argv
     sys.argv = ["lm_eval", *words]
     try:

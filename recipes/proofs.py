@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from evals.corpora import encode
 from evals.nll import token_nll
 from recipes.packing import IGNORED
 from recipes.ranks import Ranks, gather
@@ -53,10 +54,13 @@ def native_loss(setting: FinetuneSetting) -> NativeLoss:
 
 
 def _some_text(setting: FinetuneSetting) -> list[int]:
-    """Return ids that are measured on anyway: of a document, or of a passkey prompt."""
+    """Return ids that are measured on anyway: of a document, of a passkey prompt, or of what lm-eval asks."""
     corpus, prompts = setting.evaluation.corpus, setting.evaluation.prompts
     if corpus is not None:
         return list(corpus.documents[0].ids)
+    if not any(prompts.values()):
+        request = setting.evaluation.benchmarks[0].documents[0].requests[0]
+        return encode(setting.evaluation.tokenizer, " ".join(str(each) for each in request.args))
     return list(max((prompt for some in prompts.values() for prompt in some), key=lambda prompt: prompt.length).ids)
 
 

@@ -61,6 +61,8 @@ def compare_on_screen(
         once(ranks, lambda: lock(setting.out, stack))
         once(ranks, lambda: check_earlier(setting.out))
         stack.enter_context(stoppable(again))
+        for note in (note for column in setting.benchmarks for note in column.notes):
+            Console(stderr=True, quiet=quiet or not ranks.is_first).print(f"lm-eval: {note}", markup=False)
         try:
             with watching(setting, quiet=quiet) as advance:
                 comparison = run_compare(setting, advance=advance)

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from recipes.schema import PasskeyTask, PerplexityTask, Track
+from recipes.schema import Benchmarks, PasskeyTask, PerplexityTask, Track
 
 _STRICT = ConfigDict(extra="forbid")
 Count = Annotated[int, Field(ge=1, lt=2**40)]
@@ -182,7 +182,7 @@ class Evaluation:
     """What is measured before and after, on the same tokens.
 
     Attributes:
-        data, lengths, perplexity, passkey, memory_budget: as in a comparison.
+        data, lengths, perplexity, passkey, benchmarks, memory_budget: as in a comparison.
         at: steps between first and last after which the same is measured.
         seed: of passkeys and bootstrap; not the recipe's, so that runs with other seeds are measured on the same.
     """
@@ -193,6 +193,7 @@ class Evaluation:
     lengths: tuple[Annotated[int, Field(ge=2)], ...] = ()
     perplexity: PerplexityTask = field(default_factory=PerplexityTask)
     passkey: PasskeyTask = field(default_factory=PasskeyTask)
+    benchmarks: Benchmarks = field(default_factory=Benchmarks)
     at: tuple[Count, ...] = ()
     memory_budget: Count = 2 * 2**30
     seed: Annotated[int, Field(ge=0)] = 0

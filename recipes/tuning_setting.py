@@ -136,6 +136,7 @@ def comparison_of(recipe: FinetuneRecipe) -> CompareRecipe:
         data=asked.data,
         perplexity=asked.perplexity,
         passkey=asked.passkey,
+        benchmarks=asked.benchmarks,
         memory_budget=asked.memory_budget,
         seed=asked.seed,
     )

@@ -49,24 +49,42 @@ def _retrieval(
     maker = PromptMaker(tokenizer=tokenizer, variant=VARIANTS[variant], filler=filler, seed=seed, num_spare=ANSWER)
     rows: list[dict[str, Any]] = []
     for length in max_seq_lengths:
-        prompts = maker.relative(length=int(length), depths=[float(d) for d in depths], num_trials=int(trials))
+        prompts = _as_long_as_read(maker, tokenizer, int(length), [float(d) for d in depths], int(trials))
         # All depths of a trial before the next, so that a limit leaves none out
-        rows += [_row(tokenizer, prompt) for prompt in sorted(prompts, key=lambda each: each.trial)]
+        rows += [_row(tokenizer, prompt, int(length)) for prompt in sorted(prompts, key=lambda each: each.trial)]
     return _test(rows)
 
 
-def _row(tokenizer: PreTrainedTokenizerBase, prompt: PasskeyPrompt) -> dict[str, Any]:
-    """Return a prompt as text; `exact` says whether a tokenizer makes of it the tokens that it was made of."""
+def _as_long_as_read(
+    maker: PromptMaker, tokenizer: PreTrainedTokenizerBase, length: int, depths: list[float], trials: int
+) -> list[PasskeyPrompt]:
+    """Return prompts whose texts, read as tokens again, leave room for an answer and little more.
+
+    A text can be read as fewer tokens than it was made of, where two pieces meet.
+    """
+    asked, best = length, maker.relative(length=length, depths=depths, num_trials=trials)
+    for _ in range(4):
+        longest = max(len(tokenizer(_text(tokenizer, prompt), verbose=False)["input_ids"]) for prompt in best)
+        if longest >= length - ANSWER:
+            break
+        asked += length - ANSWER - longest
+        longer = maker.relative(length=asked, depths=depths, num_trials=trials)
+        if max(len(tokenizer(_text(tokenizer, p), verbose=False)["input_ids"]) for p in longer) > length - ANSWER:
+            break
+        best = longer
+    return best
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, prompt: PasskeyPrompt) -> str:
     ids = list(prompt.ids[: -prompt.num_answer])
-    bos = bos_id(tokenizer)
-    text = cast("str", tokenizer.decode(ids[1:] if ids[:1] == [bos] else ids))
-    return {
-        "input": text,
-        "target": prompt.key,
-        "length": prompt.length,
-        "depth": prompt.depth,
-        "exact": list(tokenizer(text).input_ids) == ids,
-    }
+    return cast("str", tokenizer.decode(ids[1:] if ids[:1] == [bos_id(tokenizer)] else ids))
+
+
+def _row(tokenizer: PreTrainedTokenizerBase, prompt: PasskeyPrompt, length: int) -> dict[str, Any]:
+    """Return a prompt as text, and the tokens that it is read as."""
+    text = _text(tokenizer, prompt)
+    tokens = len(tokenizer(text, verbose=False)["input_ids"])
+    return {"input": text, "target": prompt.key, "length": length, "depth": prompt.depth, "tokens": tokens}
 
 
 def found(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -93,9 +111,9 @@ def sources(*, max_seq_lengths: Sequence[int] = LENGTHS, documents: int = 50, **
     return _test(rows)
 
 
-def token_perplexity(doc: dict[str, Any], results: Sequence[float]) -> dict[str, tuple[float, int]]:
+def token_perplexity(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, tuple[float, int]]:
     """Return the log-likelihood and the tokens that it is of: over all, and by length where the YAML lists it."""
-    pair, length = (results[0], doc["tokens"]), doc["length"]
+    pair, length = (results[0][0], doc["tokens"]), doc["length"]
     return {"token_perplexity": pair} | ({f"token_perplexity@{length}": pair} if length in LISTED else {})
 
 

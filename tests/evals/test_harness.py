@@ -1,5 +1,6 @@
 """lm-eval in and out: nothing cut, its own numbers to the last digit, ours and its log-likelihoods the same."""
 
+import copy
 import json
 import math
 import re
@@ -101,16 +102,16 @@ def test_our_passkey_and_lm_evals_answers_agree(tiny, cache):
         seed=0,
         num_spare=16,
     )
-    prompts = maker.relative(length=700, depths=[0.0, 0.25, 0.5, 0.75, 1.0], num_trials=4)
-    by_text = {tokenizer.decode(p.ids[1 : -p.num_answer]): p for p in prompts}  # without BOS
+    # A text can be read as fewer tokens than it was made of; the documents are made longer until they are as long
+    every = [maker.relative(length=n, depths=[0.0, 0.25, 0.5, 0.75, 1.0], num_trials=4) for n in range(700, 730)]
+    by_text = {tokenizer.decode(p.ids[1 : -p.num_answer]): p for prompts in every for p in prompts}  # without BOS
     found = {"lm-eval": [], "ours": []}
     for name in ("unscaled", "ntk", "yarn"):
         with extend(model, parse_method(name), context=1024):
             for each in scored(column, harness.StrictLM(model, tokenizer, window=1024)):
                 prompt, text = by_text[each.logged["doc"]["input"]], each.logged["doc"]["input"]
-                # A text can be read as other tokens than it was made of, where two pieces meet
                 again = tokenizer(text)["input_ids"]
-                assert 0.97 < len(again) / (len(prompt.ids) - prompt.num_answer) <= 1
+                assert len(again) == each.logged["doc"]["tokens"] <= 700 - 16
                 answer = prompt.ids[-prompt.num_answer :]
                 with torch.no_grad():
                     logits = model(torch.tensor([[*again, *answer]])).logits[0, -len(answer) - 1 : -1]
@@ -289,3 +290,116 @@ def test_one_file_imports_lm_eval():
     files = [path for folder in folders for path in (root / folder).rglob("*.py")]
     found = [path.name for path in files if re.search(r"^ *(import|from) lm_eval\b", path.read_text(), re.MULTILINE)]
     assert found == ["harness.py"]
+
+
+def test_our_perplexity_task_is_the_first_tokens_once(tiny, cache):
+    """One BOS, and every token behind it: what our engine has for the same ids."""
+    (column,) = opened(tiny, cache, "rope_ext_perplexity", lengths=(300,), limit=3)
+    model, tokenizer = tiny
+    with extend(model, parse_method("yarn"), context=1024) as patch:
+        for each in scored(column, harness.StrictLM(model, tokenizer, window=1024)):
+            ids = tokenizer(each.logged["doc"]["text"])["input_ids"]
+            assert ids[:2].count(tokenizer.bos_token_id) == 1
+            document = TokenDocument(name="text", ids=tuple(ids))
+            ours = nll_by_length(model, document, (len(ids),), frequency_key=patch.frequency_key, memory_budget=2**30)[
+                len(ids)
+            ]
+            assert each.weight == len(ids) - 1 == len(ours)
+            assert each.value == pytest.approx(float(torch.as_tensor(ours).double().mean()), abs=1e-5)
+
+
+def test_a_tokenizer_that_ends_texts_is_refused(tiny):
+    from tokenizers import processors
+
+    model, tokenizer = tiny
+    ending = copy.deepcopy(tokenizer)
+    eos = (ending.eos_token, ending.eos_token_id)
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {eos[0]}", special_tokens=[eos])
+    with pytest.raises(EvalError, match="ends every text with its EOS"):
+        harness.StrictLM(model, ending, window=256)
+
+
+def test_no_code_of_a_checkpoint_is_run(tiny, tmp_path):
+    """A tokenizer that names code of its own is kept without that, since upstream's generators would run it."""
+    tiny[1].save_pretrained(tmp_path / "evil")
+    told = json.loads((tmp_path / "evil" / "tokenizer_config.json").read_text())
+    (tmp_path / "evil" / "tokenizer_config.json").write_text(
+        json.dumps(told | {"auto_map": {"AutoTokenizer": ["evil.Tok", None]}})
+    )
+    from transformers import AutoTokenizer
+
+    evil = AutoTokenizer.from_pretrained(tmp_path / "evil", trust_remote_code=False)
+    evil.init_kwargs["auto_map"] = {"AutoTokenizer": ["evil.Tok", None]}
+    home = harness._tokenizer_folder(evil, tmp_path / "cache")
+    assert "auto_map" not in (home / "tokenizer_config.json").read_text()
+
+
+def test_a_generator_that_is_known_not_to_end_is_refused(tiny, cache):
+    with pytest.raises(EvalError, match="does not end under 4096"):
+        opened(tiny, cache, "ruler_vt", lengths=(300,))
+
+
+OWN = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{q}}}}"
+doc_to_choice: "{{{{c}}}}"
+doc_to_target: a
+num_fewshot: {shots}
+metric_list:
+{metrics}
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"q": f"{i} is", "c": [" a", " b"], "a": i % 2}) + "\n" for i in range(6))
+    )
+    (tmp_path / "fns.py").write_text("def med(values):\n    return sorted(values)[len(values) // 2]\n")
+
+    def write(name, *metrics, shots=0):
+        listed = "\n".join(f"  - {{metric: {m}, aggregation: {how}, higher_is_better: true}}" for m, how in metrics)
+        text = OWN.format(name=name, data=tmp_path / "rows.jsonl", shots=shots, metrics=listed)
+        (tmp_path / f"{name}.yaml").write_text(text)
+        return tmp_path
+
+    return write
+
+
+def test_metrics_of_all_documents_together_are_left_out_and_said(tiny, cache, own):
+    place = own("mixed", ("acc", "mean"), ("acc_norm", "!function fns.med"), ("f1", "f1"))
+    (column,) = opened(tiny, cache, "mixed", include_path=[place])
+    assert [metric.name for metric in column.metrics] == ["acc"]
+    assert len(column.notes) == 2
+    assert {each.metric.name for each in scored(column, harness.StrictLM(*tiny, window=1024))} == {"acc"}
+    alone = own("none_left", ("f1", "f1"))
+    with pytest.raises(EvalError, match="no metric of single documents"):
+        opened(tiny, cache, "none_left", include_path=[alone])
+
+
+def test_settings_that_a_group_gives_are_not_lost_in_silence(tiny, cache, own):
+    place = own("member", ("acc", "mean"))
+    (place / "plain.yaml").write_text("group: plain\ntask: [member]\n")
+    (place / "shots.yaml").write_text("group: shots\ntask:\n  - {task: member, num_fewshot: 2}\n")
+    assert [c.name for c in opened(tiny, cache, "plain", include_path=[place])] == ["member"]
+    with pytest.raises(EvalError, match="the group shots sets num_fewshot for its tasks"):
+        opened(tiny, cache, "shots", include_path=[place])
+    with pytest.raises(EvalError, match="member takes no shots"):
+        opened(tiny, cache, "member", include_path=[place], shots=3)
+
+
+def test_what_made_documents_is_part_of_what_they_are_kept_under(tiny, cache, tmp_path):
+    for name in ("rope_ext_passkey.yaml", "generate.py"):
+        shutil.copy(TASKS / name, tmp_path / name)
+    (tmp_path / "words.txt").write_text("one")
+    first = {path.name for path in cache.glob("rope_ext_passkey-*.json")}
+    opened(tiny, cache, "rope_ext_passkey", include_path=[tmp_path])
+    second = {path.name for path in cache.glob("rope_ext_passkey-*.json")}
+    (tmp_path / "words.txt").write_text("two")
+    opened(tiny, cache, "rope_ext_passkey", include_path=[tmp_path])
+    third = {path.name for path in cache.glob("rope_ext_passkey-*.json")}
+    assert first < second < third

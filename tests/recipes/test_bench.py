@@ -211,3 +211,16 @@ def test_lm_evals_own_command_line_agrees_with_bench(run, tmp_path):
     )
     assert other.returncode == 2
     assert "another model or method filled" in other.stderr
+
+
+def test_a_fine_tune_measures_them_before_and_after(tmp_path):
+    """What a stretch and its training cost on short contexts, on the same documents."""
+    words = ["--set", "train.steps=2", "--set", "train.warmup_steps=1", "--set", "eval.at=[]"]
+    words += ["--set", "eval.perplexity.documents=0", "--set", "eval.passkey.trials=0"]
+    words += ["--set", "eval.benchmarks={tasks: [native-offline], limit: 4}", "--out", tmp_path / "run"]
+    told = document("finetune", "tiny/pose-yarn", *words, "--json")
+    stages = {(c["stage"], c["method"]): c for c in told["cells"] if c["protocol"] == "acc, 0-shot"}
+    assert {("before", "unscaled"), ("before", "yarn"), ("after", "yarn")} <= set(stages)
+    assert {c["data_hash"] for c in stages.values()} == {stages["after", "yarn"]["data_hash"]}
+    page = write_page([tmp_path / "run"], tmp_path / "page.html").read_text()
+    assert "lm-eval/rope_ext_next_line" in page
