@@ -12,7 +12,7 @@ from urllib.parse import quote
 import yaml
 
 from evals import plots
-from evals.metrics import kind_of
+from evals.metrics import HARNESS, kind_of
 from evals.rows import Cell, Contrast
 from recipes.compare import SAMPLES
 from recipes.folders import Folder, Series, grouped, read_folder
@@ -210,7 +210,8 @@ def _differences(group: Sequence[Series], columns: Sequence[tuple[str, str]], or
                 rows.append((series.name, [_difference_entry(each) for each in found]))
         if rows:
             heads = [f"{n:,}{' (native)' if n <= original else ''}" for n in lengths]
-            title = f"Against {base.name}, paired: {protocol_in_words(protocol)}"
+            what = f"{task}, " if task.startswith(HARNESS) else ""
+            title = f"Against {base.name}, paired: {what}{protocol_in_words(protocol)}"
             note = f"{unit_of(task)}; 95 % intervals over the same units, documents and texts resampled whole"
             tables.append(Lines(title, heads, rows, note))
     return tables

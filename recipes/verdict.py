@@ -6,6 +6,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from evals import stats
+from evals.metrics import HARNESS
 from evals.rows import Cell, Contrast
 from recipes.aggregate import contrast_of
 from recipes.folders import UNTRAINED, Folder, Series
@@ -110,6 +111,10 @@ def _whole(group: Sequence[Series], task: str, protocol: str) -> dict[str, dict[
 def verdict_of(group: Sequence[Series], original: int, threshold: Threshold) -> list[str]:
     """Return in words which method goes farthest, how sure that is, and what it costs within the trained window."""
     reaches = [reach for reach in reaches_of(group, threshold.share) if reach.passkeys or reach.perplexity]
+    if not reaches and any(c.task.startswith(HARNESS) and c.value is not None for s in group for c in s.cells):
+        return [
+            "Neither perplexity nor passkeys were measured, so that no reach is told; the tables have lm-eval's tasks."
+        ]
     if not reaches:
         return ["Nothing was measured to the end, so that there is nothing to say."]
     # At the longest length that all have which have any

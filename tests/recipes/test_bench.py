@@ -92,6 +92,8 @@ def test_the_table_the_report_and_the_page_have_them(run, tmp_path):
     assert "paired with unscaled: the score" in report
     page = write_page([out], tmp_path / "page.html").read_text()
     assert "lm-eval/rope_ext_next_line: acc_norm, 0-shot" in page
+    assert "Neither perplexity nor passkeys were measured" in page
+    assert "Against unscaled, paired: lm-eval/rope_ext_passkey, found, 0-shot" in page
     (group,) = grouped([read_folder(out)])
     assert [series.name for series in group] == ["unscaled", "yarn"]
 
