@@ -112,13 +112,13 @@ def test_other_names_that_mean_nothing(name, words):
         open_data(name)
 
 
-def test_every_name_is_on_the_help_and_in_the_readme(request):
+def test_every_name_is_on_the_help_and_in_the_documentation(request):
     from typer.testing import CliRunner
 
     from rope_ext import cli
 
     shown = CliRunner().invoke(cli.app, ["compare", "--help"], env={"COLUMNS": "400"}).output
-    readme = (request.config.rootpath / "README.md").read_text()
+    page = (request.config.rootpath / "docs" / "recipes.md").read_text()
     for name in (*NAMES, "hub:OWNER/NAME"):
         assert name in shown
-        assert f"`{name}" in readme
+        assert f"`{name}" in page
