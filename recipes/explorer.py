@@ -17,7 +17,7 @@ from rope_ext.costs import BYTES, ModelShape, kv_cache_bytes, prefill_operations
 from rope_ext.errors import ContextError, MethodError, ModelError
 from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import ScaledBase, check_written_as, load_config, read_geometry
-from rope_ext.inspection import inspect_config
+from rope_ext.inspection import inspect_config, unseen_angles
 from rope_ext.patch import build_table
 from rope_ext.plan import Method, label, spell
 from rope_ext.tables import ExtendedRotaryEmbedding
@@ -204,10 +204,9 @@ def _pair_rows(
 ) -> list[dict[str, Any]]:
     """Return wavelength and ratio of every pair that turns, by method and factor."""
     rows: list[dict[str, Any]] = []
-    trained = geometry.rotations
     for (name, factor), table in tables.items():
         new = table.plan.inv_freq.double()
-        unseen = (trained < 1) & (new * table.context / (2 * math.pi) > trained * (1 + 1e-6))
+        unseen = unseen_angles(geometry, table.plan, table.context)
         ratios = (new / geometry.inv_freq.double()).tolist()
         rows += [
             {

@@ -64,9 +64,7 @@ class Inspection:
         A pair that turned fully inside the original window has seen every angle. A slower one has seen the part of a
         turn up to the end of that window, and meets new ones as soon as it goes further.
         """
-        trained = self.geometry.rotations
-        reached = self.plan.inv_freq.double() * self.context / (2 * math.pi)
-        return (trained < 1) & (reached > trained * (1 + 1e-6))
+        return unseen_angles(self.geometry, self.plan, self.context)
 
     def summary(self) -> str:
         """Return the geometry, the stretch with its costs, and whether what is shown holds at one length only."""
@@ -103,6 +101,13 @@ class Inspection:
             seen = "unseen ones" if unseen[pair] else "all seen"
             view.add_row(str(pair), *numbers, _verdict(ratio, self.factor), seen)
         return view
+
+
+def unseen_angles(geometry: RopeGeometry, plan: PositionPlan, context: int) -> Bool[Tensor, " pairs"]:
+    """Return which pairs meet new angles at `context` tokens, see `Inspection.unseen_angles`."""
+    trained = geometry.rotations
+    reached = plan.inv_freq.double() * context / (2 * math.pi)
+    return (trained < 1) & (reached > trained * (1 + 1e-6))
 
 
 def inspect_config(
