@@ -173,16 +173,25 @@ def tokens_per_chunk(
 
     Args:
         num_tokens: of the longest sequence.
-        most: the largest answer; by default `num_tokens`, more makes room for several rows.
+        most: the largest answer; by default `num_tokens`, for one sequence. More makes room for several rows.
 
     Counted for each token: the residual stream and its copies (6 x width), the three feed-forward vectors, queries,
-    keys, values and what comes out of attention, and a row of the attention mask with its fp32 form.
+    keys, values and what comes out of attention; and a row of the attention mask with its fp32 form, which only a
+    sequence in one piece can do without.
     """
     heads, width, head_dim = int(config.num_attention_heads), int(config.hidden_size), _head_dim(config)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     numbers = 6 * width + 3 * int(config.intermediate_size) + (3 * heads + 2 * kv_heads) * head_dim
+    if most is None and not _makes_mask(config) and itemsize * numbers * num_tokens <= memory_budget // 2:
+        return num_tokens
     token = itemsize * numbers + 5 * num_tokens
     return max(1, min(most or num_tokens, memory_budget // 2 // token))
+
+
+def _makes_mask(config: PretrainedConfig) -> bool:
+    """Return whether a whole sequence without padding is given a mask all the same."""
+    implementation = str(getattr(config, "_attn_implementation", None))
+    return implementation in {"None", "eager"} or getattr(config, "sliding_window", None) is not None
 
 
 def cache_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:

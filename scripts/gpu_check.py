@@ -116,7 +116,7 @@ REAL = Scale(
     trials=4,
     alibi=(8192, 32_768),
     row=32_768,
-    budget=32 * GIB,
+    budget=48 * GIB,  # half of it holds 128k tokens of the 8B shape in one piece, which then needs no mask
     square=8192,
     attention=16_384,
 )

@@ -113,9 +113,30 @@ def test_the_budget_bounds_rows_and_pieces():
     with pytest.raises(EvalError, match="hold no row of 96 logits; 2304 do"):
         nll.rows_per_chunk(config, 4, 2 * 96 * 12 - 1)
     assert nll.tokens_per_chunk(config, 4, 1000, 2**40) == 1000
-    sizes = [nll.tokens_per_chunk(config, 4, 100_000, budget) for budget in (2**30, 2**29, 2**20)]
+    sizes = [nll.tokens_per_chunk(config, 4, 200_000, budget) for budget in (2**30, 2**29, 2**20)]
     assert sizes[0] == pytest.approx(2 * sizes[1], abs=2)
-    assert 1 <= sizes[2] < sizes[1] < 100_000
+    assert 1 <= sizes[2] < sizes[1] < 200_000
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_one_piece_needs_room_for_a_mask_only_where_one_is_made(llama, implementation):
+    """Plain causality is a word to the kernels, and 5 bytes an entry where scores are written out."""
+    llama.set_attn_implementation(implementation)
+    masks = []
+    llama.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _m, _a, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    expected = dense_nll(llama, IDS)
+    masks.clear()
+    seen = pieces(llama)
+    numbers = 4 * (6 * 64 + 3 * 96 + (3 * 4 + 2 * 2) * 16) * len(IDS)
+    check(token_nll(llama, IDS, memory_budget=2 * numbers), expected)
+    if implementation == "sdpa":
+        assert seen == [len(IDS)]
+        assert masks[0] is None
+    else:
+        assert len(seen) > 1
+        assert masks[0] is not None
 
 
 def test_a_small_budget_gives_the_same_numbers(llama):
