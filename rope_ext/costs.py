@@ -1,5 +1,6 @@
 """What a context costs: bytes of key-value cache, operations of a prefill, from a configuration alone."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +58,9 @@ class Operations:
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """Return the sizes of the model that a configuration describes; it is built without memory for its weights."""
+    own = copy.deepcopy(config)  # which from_config writes to: a live model would change its attention
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(own, attn_implementation="eager")
     heads = int(config.num_attention_heads)
     head = model.get_output_embeddings().weight
     return ModelShape(

@@ -38,3 +38,12 @@ def test_the_cache_is_as_large_as_transformers_keeps_it():
 def test_key_heads_divide_the_query_heads():
     config = random_llama(num_attention_heads=8, num_key_value_heads=2).config
     assert shape_of(config).key_value_heads() == [8, 4, 2, 1]
+
+
+def test_a_live_model_keeps_its_attention():
+    """transformers writes the attention that is asked for into the configuration that it is given."""
+    model = random_llama()
+    before = model.config.to_dict(), model.config._attn_implementation
+    shape_of(model.config)
+    assert (model.config.to_dict(), model.config._attn_implementation) == before
+    assert before[1] == "sdpa"
