@@ -6,8 +6,10 @@ python scripts/regen_readme.py --check    # say whether they are current
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 from evals.rows import Cell, read_cells
@@ -154,6 +156,67 @@ def finetune_table() -> str:
     return "\n".join(parts)
 
 
+def floors_table() -> str:
+    """Return how much of the time of each main operation is the floor's, and where it goes."""
+    run = json.loads((RESULTS / "bench_floors.json").read_text(encoding="utf-8"))
+    kinds = ("products", "attention", "elementwise", "copies", "loss", "python")
+    lines = ["| | time | floor | floor / time | " + " | ".join(kinds) + " |", "|---" + "|---:" * (3 + len(kinds)) + "|"]
+    for row in run["results"]:
+        parts = [f"{row['parts'].get(kind, 0.0) / row['seconds']:.2f}" for kind in kinds]
+        lines.append(
+            f"| `{row['name']}` | {row['seconds']:.3g} s | {row['floor']:.3g} s | {row['share']:.2f} | "
+            + " | ".join(parts)
+            + " |"
+        )
+    rates = f"Products at {run['products'] / 1e9:.0f} GFLOP/s, attention at {run['attention'] / 1e9:.0f}"
+    where = f"both measured in the same run. Commit `{run['commit']}`, {run['machine']}."
+    return "\n".join([*lines, "", f"{rates}, {where}"])
+
+
+def gqa_table() -> str:
+    """Return what fewer key heads cost, before and after a brief training, beside the model as it came."""
+    summary = json.loads((RESULTS / "gqa" / "summary.json").read_text(encoding="utf-8"))
+    parts: list[str] = []
+    for model in summary["models"]:
+        places = model["places"]
+        at = {(p["arm"], p["stage"], p["task"], p["length"]): p for p in places}
+        columns = sorted({(p["task"], p["length"]) for p in places}, key=lambda each: (each[0] == "passkey", each[1]))
+        words = {"perplexity": "perplexity", "passkey": "passkeys found"}
+        for differences in (False, True):
+            what = "difference from it as it came" if differences else f"`{model['recipe']}`"
+            head = [what, *(f"{words[task]}, L = {n:,}" for task, n in columns)]
+            parts += ["| " + " | ".join(head) + " |", "|---" + "|---:" * len(columns) + "|"]
+            for arm, stage in product(("control", "grouped"), ("before", "after")):
+                if differences and (arm, stage) == ("control", "before"):
+                    continue
+                mine = [at[arm, stage, task, n] for task, n in columns]
+                heads, size = mine[0]["key_heads"], f"{mine[0]['cache_bytes_1024_tokens'] / 2**20:.3g} MiB"
+                state = ("as it came" if arm == "control" else "averaged") + (", trained" if stage == "after" else "")
+                cells = [_apart(p["task"], p["difference"]) if differences else _placed(p) for p in mine]
+                name = f"{heads} key head{'s' if heads > 1 else ''} ({size}), {state}"
+                parts.append(f"| {name} | " + " | ".join(cells) + " |")
+            parts.append("")
+        n = {task: next(p["n"] for p in places if p["task"] == task) for task, _ in columns}
+        trained = f"{model['tokens']:,} tokens of training under {model['method']} for a window of {model['context']:,}"
+        counted = f"n is {n['perplexity']} documents and {n['passkey']} prompts a length"
+        where = f"Commit `{'`, `'.join(model['commits'])}`, {', '.join(model['machine'])}"
+        took = f"torch {model['versions']['torch']}, {model['minutes']} minutes of computing"
+        parts += [f"{trained}; {counted}. {where}, {took}.", ""]
+    parts.append(
+        f"By `{summary['command']}`. Beside the heads: the cache of 1,024 tokens in 16 bits. Differences are paired "
+        "by document (perplexity: per cent) or by prompt (passkeys: of the share found), with 95 % intervals."
+    )
+    return "\n".join(parts)
+
+
+def _apart(task: str, difference: dict[str, float]) -> str:
+    value, low, high = (difference[key] for key in ("value", "low", "high"))
+    if task == "perplexity":
+        value, low, high = (100 * math.expm1(each) for each in (value, low, high))
+        return f"{value:+.3g} % [{low:+.3g}, {high:+.3g}]"
+    return f"{value:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
 def _placed(place: dict[str, float]) -> str:
     digits = ".2f" if place["value"] < 100 else ".0f"
     return f"{place['value']:{digits}} [{place['ci_low']:.3g}, {place['ci_high']:.3g}]"
@@ -167,12 +230,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench": lambda: bench_table("bench_evals"),
     "finetune": finetune_table,
     "bench-training": lambda: bench_table("bench_training"),
+    "bench-floors": floors_table,
+    "gqa": gqa_table,
 }
 PAGES = {
     "README.md": ("methods", "tiny", "smollm2", "finetune"),
-    "docs/protocols.md": ("bench",),
-    "docs/training.md": ("finetune", "bench-training"),
-    "docs/methods/alibi.md": ("bench-alibi",),
+    "docs/benchmarks.md": ("bench", "bench-training", "bench-alibi"),
+    "docs/training.md": ("finetune",),
 }
 
 
