@@ -220,6 +220,8 @@ def written_aside(target: Path) -> Generator[Path]:
         raise ExportError(f"export: {target} cannot be written: {error.strerror}") from error
     try:
         yield partial
+        for path in partial.rglob("*.safetensors"):
+            path.chmod(0o644)  # safetensors writes for its owner alone, and a server is often another user
         if inside:
             for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # that one last
                 path.rename(target / path.name)

@@ -89,6 +89,16 @@ def test_an_export_can_be_extended_again_only_by_choice(llama, tmp_path):
         assert patch.factor == 8
 
 
+def test_others_may_read_what_is_exported(tmp_path, llama):
+    """A server often runs as another user than who made the checkpoint; safetensors writes for its owner alone."""
+    with extend(llama, Yarn(), factor=4):
+        path = save_extended(llama, tmp_path / "out")
+    assert path.stat().st_mode & 0o005 == 0o005
+    files = list(path.iterdir())
+    assert "model.safetensors" in {file.name for file in files}
+    assert all(file.stat().st_mode & 0o004 for file in files)
+
+
 def test_the_tokenizer_follows_the_window(tmp_path):
     model, tokenizer = load_model("tiny", device="cpu")
     before = tokenizer.model_max_length
