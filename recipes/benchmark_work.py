@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,9 @@ def _work(setting: Setting, column: Any, documents: list[Any], subject: Subject)
 
     def score(missing: set[SampleKey]) -> Iterator[list[rows.Sample]]:
         wanted = [unit for unit in of if any(key(unit, protocol) in missing for protocol in by_protocol)]
+        raw = _Raw(setting, column, subject)
         for scored in import_harness().score(column, _model(setting, subject), wanted):
-            _keep(setting, column, subject, scored)
+            raw.keep(scored)
             yield [
                 rows.Sample(
                     **subject.shared,  # pyright: ignore[reportArgumentType]  (a dict of mixed values)
@@ -85,15 +87,34 @@ def _model(setting: Setting, subject: Subject) -> Any:
     )
 
 
-def _keep(setting: Setting, column: Any, subject: Subject, scored: list[Any]) -> None:
-    """Append the samples as lm-eval logs them, once for each filter."""
-    folder = setting.out / RAW
-    folder.mkdir(exist_ok=True)
-    part = "" if setting.ranks.world == 1 else f".part{setting.ranks.rank}"
-    logged = {(each.unit, each.metric.filter): each.logged for each in scored}
-    path = folder / f"{column.name.replace('/', '-')}-{column.length}-{subject.digest}{part}.jsonl"
-    torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * torn)  # what a killed run left
-        for each in logged.values():
-            file.write(json.dumps(each, default=str) + "\n")
+class _Raw:
+    """Samples as lm-eval logs them, a line for each document and filter, once whatever was killed in between."""
+
+    def __init__(self, setting: Setting, column: Any, subject: Subject) -> None:
+        folder = setting.out / RAW
+        folder.mkdir(exist_ok=True)
+        part = "" if setting.ranks.world == 1 else f".part{setting.ranks.rank}"
+        self.path = folder / f"{column.name.replace('/', '-')}-{column.length}-{subject.digest}{part}.jsonl"
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
+        self.torn = bool(text) and not text.endswith("\n")  # what a killed run left
+        self.there: set[str] = set()
+        for line in text.splitlines():
+            with suppress(ValueError, LookupError, TypeError):
+                self.there.add(_asked_in(json.loads(line)))
+
+    def keep(self, scored: list[Any]) -> None:
+        """Append what is not there yet."""
+        lines = {(each.unit, each.metric.filter): json.dumps(each.logged, default=str) for each in scored}
+        logged = {_asked_in(json.loads(line)): line for line in lines.values()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("\n" * self.torn)
+            for key, line in logged.items():
+                if key not in self.there:
+                    file.write(line + "\n")
+        self.torn = False
+        self.there |= logged.keys()
+
+
+def _asked_in(logged: dict[str, Any]) -> str:
+    """Return what a line is of: the document, what was asked, and how the answer was filtered."""
+    return json.dumps([logged[key] for key in ("doc_id", "filter", "doc", "arguments")])

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from evals.errors import EvalError
 from evals.metrics import kind_of, metric_of
 from evals.perplexity import nll_by_length
 from recipes.benchmarks import TASKS
-from recipes.lm_eval_model import RopeExtLM
+from recipes.lm_eval_model import RopeExtLM, run_cli
 from rope_ext import extend, load_model
 from rope_ext.registry import parse_method
 
@@ -403,3 +404,91 @@ def test_what_made_documents_is_part_of_what_they_are_kept_under(tiny, cache, tm
     opened(tiny, cache, "rope_ext_passkey", include_path=[tmp_path])
     third = {path.name for path in cache.glob("rope_ext_passkey-*.json")}
     assert first < second < third
+
+
+WRITTEN = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{q}}}}"
+doc_to_target: a
+num_fewshot: 0
+generation_kwargs: {options}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+
+
+@pytest.mark.parametrize("option", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_the_room_that_an_answer_needs_is_counted_under_all_its_names(tiny, cache, own, option):
+    place = own("unused", ("acc", "mean"))
+    options = "{until: ['x'], %s: %s}"
+    text = WRITTEN.format(name="written", data=place / "rows.jsonl", options=options % (option, 40))
+    (place / "written.yaml").write_text(text)
+    (column,) = opened(tiny, cache, "written", include_path=[place])
+    asked = len(tiny[1](column.documents[0].requests[0].args[0])["input_ids"])
+    assert column.documents[0].stretches == (asked + 40,)
+    with pytest.raises(EvalError, match=r"written, document 0: .* and 40 for the answer does not fit"):
+        opened(tiny, cache, "written", include_path=[place], window=asked + 39)
+
+
+def test_a_length_of_prompt_and_answer_together_is_refused(tiny, cache, own):
+    place = own("unused", ("acc", "mean"))
+    text = WRITTEN.format(name="whole", data=place / "rows.jsonl", options="{until: ['x'], max_length: 64}")
+    (place / "whole.yaml").write_text(text)
+    with pytest.raises(EvalError, match="max_length leaves no room known; give max_gen_toks"):
+        opened(tiny, cache, "whole", include_path=[place])
+
+
+def test_a_cache_of_another_tokenizer_is_refused(tmp_path):
+    """The same weights under the same method: only how a text becomes tokens differs."""
+    from lm_eval.api.model import CachingLM
+
+    place = tmp_path / "model"
+    model, tokenizer = load_model("tiny")
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    own = RopeExtLM(pretrained=str(place), method="yarn", factor=4)
+    tokenizer.add_tokens(["hello there"])
+    tokenizer.save_pretrained(place)
+    other = RopeExtLM(pretrained=str(place), method="yarn", factor=4)
+    assert own.fingerprint.split("-")[0] == other.fingerprint.split("-")[0]
+    CachingLM(own, str(tmp_path / "cache.db"))
+    with pytest.raises(EvalError, match="another model or method filled"):
+        CachingLM(other, str(tmp_path / "cache.db"))
+
+
+@pytest.mark.parametrize("words", [["--cache_requests", "true"], ["run", "--cache_requests=refresh"]])
+def test_a_cache_of_requests_that_knows_no_lengths_is_refused(words):
+    with pytest.raises(EvalError, match="--cache_requests knows no lengths"):
+        run_cli([*words, "--model", "rope_ext", "--tasks", "rope_ext_passkey"])
+
+
+def test_a_generator_ends_with_who_started_it(tmp_path):
+    """A killed run must not leave a process that makes documents for nobody."""
+    child = "import sys, threading, time, os\n"
+    child += "from evals.harness import _end_with\n"
+    child += "threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()\n"
+    child += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    started = subprocess.Popen([sys.executable, "-c", parent], cwd=Path(__file__).parent.parent.parent)
+    pid = wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    started.kill()
+    started.wait()
+    assert wait_for(lambda: not is_running(int(pid))), "it goes on without its parent"
+
+
+def wait_for(found, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not (value := found()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return value
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -79,9 +79,20 @@ def test_a_run_that_was_killed_goes_on_and_ends_alike(run, tmp_path):
     (other / "recipe.yaml").write_text((out / "recipe.yaml").read_text())
     lines = (out / "samples.jsonl").read_text().splitlines(keepends=True)
     (other / "samples.jsonl").write_text("".join(lines[:13]) + lines[13][:40])
+    (other / "lm-eval").mkdir()
+    for file in (out / "lm-eval").glob("rope_ext_passkey-800-*.jsonl"):
+        # The last document was logged and its sample was not, and another was torn as it was written
+        (other / "lm-eval" / file.name).write_text(
+            file.read_text().splitlines(keepends=True)[-1] + '{"doc_id": 0, "fil'
+        )
     again = document("compare", "--resume", "--out", other, "--json")
     keep = ("method", "task", "protocol", "length", "value", "ci_low", "ci_high", "n", "data_hash")
     assert [[c[k] for k in keep] for c in again["cells"]] == [[c[k] for k in keep] for c in told["cells"]]
+    for file in (other / "lm-eval").glob("rope_ext_passkey-800-*.jsonl"):
+        first, torn, *rest = file.read_text().splitlines()
+        assert torn == '{"doc_id": 0, "fil'
+        numbers = [json.loads(line)["doc_id"] for line in (first, *rest)]
+        assert len(numbers) == len(set(numbers)), "a document was logged again"
     assert (other / "samples.jsonl").read_text().splitlines()[:13] == [line.strip() for line in lines[:13]]
 
 
