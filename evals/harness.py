@@ -8,6 +8,7 @@ import contextlib
 import copy
 import difflib
 import hashlib
+import inspect
 import io
 import json
 import math
@@ -405,9 +406,11 @@ def _column(
     for request in task.instances:
         by_document.setdefault(int(request.doc_id), []).append(request)
     documents: list[Document] = []
+    grading = _grading(task)
     for number, requests in by_document.items():
         requests.sort(key=lambda each: each.idx)
-        shown = json.dumps([[each.request_type, *each.args] for each in requests] + [requests[0].doc], default=str)
+        asked = [[each.request_type, *each.args] for each in requests]
+        shown = json.dumps([*asked, requests[0].doc, grading], default=str)
         documents.append(
             Document(
                 unit=str(number),
@@ -436,6 +439,23 @@ def _column(
         documents=tuple(documents),
         notes=tuple(f"{name}: {each} is of all documents together, and left out" for each in whole),
     )
+
+
+def _grading(task: Task) -> str:
+    """Return a hash of what makes values of answers: a value under other code is another one.
+
+    Of a function that is the file it stands in, whose helpers it may call.
+    """
+
+    def told(each: Any) -> str:
+        try:
+            return Path(inspect.getfile(each)).read_text(encoding="utf-8") + each.__qualname__
+        except (TypeError, OSError, AttributeError):
+            return type(each).__qualname__
+
+    config = task.config
+    parts = [config.process_results, config.doc_to_target, config.metric_list, config.filter_list]
+    return hashlib.sha256(json.dumps(parts, default=told).encode()).hexdigest()[:16]
 
 
 def _is_of_documents(how: Any) -> bool:

@@ -406,6 +406,23 @@ def test_what_made_documents_is_part_of_what_they_are_kept_under(tiny, cache, tm
     assert first < second < third
 
 
+def test_a_document_graded_by_other_code_is_another_one(tiny, cache, own):
+    place = own("graded", ("acc", "mean"))
+    yaml = (place / "graded.yaml").read_text()
+
+    def hashes(code):
+        (place / "fns.py").write_text(code)
+        (place / "graded.yaml").write_text(yaml + "process_results: !function fns.right\n")
+        (column,) = opened(tiny, cache, "graded", include_path=[place])
+        return [document.data_hash for document in column.documents]
+
+    code = "def right(doc, results):\n    return {'acc': helper(results)}\n\n\ndef helper(results):\n    return "
+    first = hashes(code + "1.0\n")
+    assert len(set(first)) == 6
+    assert hashes(code + "1.0\n") == first
+    assert not set(hashes(code + "0.0\n")) & set(first)
+
+
 WRITTEN = """
 task: {name}
 dataset_path: json
