@@ -306,6 +306,7 @@ def _cache_rows(shape: ModelShape, lengths: Sequence[int]) -> list[dict[str, Any
                     head_dim=shape.head_dim,
                     tokens=tokens,
                     bytes_per_number=size,
+                    windows=shape.windows,
                 )
                 / GIGABYTE
             ),

@@ -30,7 +30,7 @@ def write_grouped(model: str, num_key_value_heads: int, out: Path) -> Written:
         raise RecipeError(f"gqa: {model} is in the format of rope-ext; group the model that it was extended from")
     target = check_target(out)
     loaded, tokenizer = load_model(model, device="cpu", dtype="auto")
-    found = group_key_heads(loaded, num_key_value_heads)
+    found = group_key_heads(loaded, num_key_value_heads, share=True)
     with written_aside(target) as partial:
         found.model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

@@ -1,17 +1,16 @@
 """What a context takes on a device before anything is run: memory, operations, time floors, what to change first."""
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
 from recipes import preflight
+from recipes.devices import ALIASES, Device
 from recipes.load import RecipeError
-from recipes.tuning import ActivationCheckpointing
+from recipes.tuning import ActivationCheckpointing, Adapter
 from rope_ext.costs import (
     BYTES,
     ModelShape,
@@ -24,36 +23,41 @@ from rope_ext.costs import (
 )
 from rope_ext.inspection import in_bytes
 
-RECOMPUTED: dict[Literal["nothing", "products"], str] = {
+Kept = Literal["nothing", "products"]
+RECOMPUTED: dict[Kept, str] = {
     "nothing": "activations, all layers recomputed (a third more operations)",
     "products": "activations, products kept and the rest recomputed",
 }
 ROWS = 512
 """Rows of logits that a chunked loss holds at a time, as `train.loss_rows`."""
+CHUNK = 2048
+"""Tokens of a chunked prefill."""
+MOST = 2**40
+"""Tokens and sequences beyond which nothing is planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """A device by its data sheet.
+class Choice:
+    """What is asked for, and what advice may change of it.
 
     Attributes:
-        memory: bytes.
-        bandwidth: of its memory, bytes a second.
-        peak: operations a second by dtype, dense.
+        chunk: tokens of a sequence that a prefill takes at a time; None takes all.
+        heads: key heads; None is the model's own number.
+        keep: what recomputed layers keep in training; None recomputes nothing.
+        devices: over which weights, gradients and moments are sharded in training.
+        adapter: whether LoRA with its defaults is trained and not the whole model.
     """
 
-    name: str
-    memory: float
-    bandwidth: float
-    peak: Mapping[str, float]
-
-
-DEVICES = {
-    # NVIDIA's data sheets, SXM, dense: tensor cores, fp32 as TF32 is not taken for fp32
-    "a100": Device(name="a100", memory=80e9, bandwidth=2.039e12, peak={"fp32": 19.5e12, "bf16": 312e12}),
-    "h100": Device(name="h100", memory=80e9, bandwidth=3.35e12, peak={"fp32": 67e12, "bf16": 989e12, "fp8": 1979e12}),
-    "h200": Device(name="h200", memory=141e9, bandwidth=4.8e12, peak={"fp32": 67e12, "bf16": 989e12, "fp8": 1979e12}),
-}
+    context: int
+    batch: int
+    dtype: str
+    cache_dtype: str
+    training: bool
+    chunk: int | None = None
+    heads: int | None = None
+    keep: Kept | None = None
+    devices: int = 1
+    adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +146,8 @@ class Plan:
                 f"floors at {self.device.name}'s data sheet ({self.device.peak[self.dtype] / 1e12:.0f} TFLOP/s, "
                 f"{self.device.bandwidth / 1e12:.3g} TB/s); nothing reaches them"
             )
+        if self.training:
+            found.append("a row is one document; rows of several need masks besides, see rope-ext finetune --dry-run")
         return [*found, *(["change first:"] if self.advice else []), *(f"  {line}" for line in self.advice)]
 
     def _against(self) -> str:
@@ -166,27 +172,24 @@ def plan(
 
     Raises:
         RecipeError: a size that is none, or a dtype that the device does not compute in.
+        ModelError: the model is none whose costs are known, see `shape_of`.
     """
-    if context < 1 or batch < 1:
-        raise RecipeError(f"plan: context {context} and batch {batch}: give whole numbers of at least 1")
-    cache_dtype = cache_dtype or dtype
+    if not (1 <= context <= MOST and 1 <= batch <= MOST):
+        raise RecipeError(f"plan: context {context} and batch {batch}: give whole numbers of at least 1, at most 2^40")
+    if training and cache_dtype is not None:
+        raise RecipeError("plan: training keeps no cache; leave --cache-dtype out")
+    dtype = ALIASES.get(dtype, dtype)
+    cache_dtype = dtype if cache_dtype is None else ALIASES.get(cache_dtype, cache_dtype)
     for name, value in (("dtype", dtype), ("cache-dtype", cache_dtype)):
         if value not in BYTES:
-            raise RecipeError(f"plan: {name} {value!r} is not known; give one of {', '.join(BYTES)}")
+            raise RecipeError(f"plan: {name} {value!r} is not known; give one of {', '.join([*BYTES, *ALIASES])}")
     if training and dtype == "fp8":
         raise RecipeError("plan: dtype 'fp8' is not planned for training; give bf16 or fp32")
     if device is not None and dtype not in device.peak:
         raise RecipeError(f"plan: {device.name} states no peak for {dtype}; it has {', '.join(device.peak)}")
     shape = shape_of(config)
-    known: dict[str, Any] = {
-        "model": model,
-        "context": context,
-        "batch": batch,
-        "dtype": dtype,
-        "cache_dtype": cache_dtype,
-    }
-    found = _training(shape, config, known) if training else _inference(shape, known)
-    memory = dict(sorted(found["memory"].items(), key=lambda item: -item[1]))
+    choice = Choice(context=context, batch=batch, dtype=dtype, cache_dtype=cache_dtype, training=training)
+    memory = _memory(shape, config, choice)
     made = Plan(
         model=model,
         context=context,
@@ -196,169 +199,201 @@ def plan(
         training=training,
         shape=shape,
         device=device,
-        memory=memory,
-        instead=found["instead"],
-        operations=found["operations"],
-        attention_share=found["attention_share"],
+        memory=dict(sorted(memory.items(), key=lambda item: -item[1])),
+        instead=_instead(shape, config, choice),
+        **_work(shape, choice),
         seconds={},
         advice=(),
     )
-    made = replace(made, seconds=_floors(made))
-    return replace(made, advice=tuple(_advice(made))) if made.fits is False else made
+    made = replace(made, seconds=_floors(made, choice))
+    return replace(made, advice=tuple(_advice(made, config, choice))) if made.fits is False else made
 
 
-def _inference(shape: ModelShape, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return memory and operations of a prefill of the whole context, and of the token behind it."""
-    context, batch, size = known["context"], known["batch"], BYTES[known["dtype"]]
-    prefill, decode = prefill_operations(shape, context), decode_operations(shape, context)
-    cache = _cache(shape, known)
+def _memory(shape: ModelShape, config: PretrainedConfig, choice: Choice) -> dict[str, float]:
+    """Return the bytes that must be there at once, by what they are of."""
+    if choice.training:
+        return _training_memory(shape, config, choice)
+    size, at_once = BYTES[choice.dtype], min(choice.chunk or choice.context, choice.context)
+    fewer = shape.num_key_value_heads - (choice.heads or shape.num_key_value_heads)
+    projections = 2 * shape.num_layers * shape.hidden_size * shape.head_dim * fewer
+    # In 8 bits weights and products are kept, while the residual stream stays in 16
+    activations = activation_bytes(shape, choice.batch * at_once, bytes_per_number=max(2, size))
     return {
-        "memory": {
-            "weights": float(shape.parameters * size),
-            f"keys and values of {batch} x {context:,} tokens in {known['cache_dtype']}": float(cache),
-            "activations of the prefill": float(activation_bytes(shape, batch * context, bytes_per_number=size)),
-            "logits of the last token": float(logits_bytes(shape, batch)),
-        },
-        "instead": {
-            "logits of every token": float(logits_bytes(shape, batch * context)),
-            f"activations of a prefill {CHUNK:,} tokens at a time": float(
-                activation_bytes(shape, batch * min(CHUNK, context), bytes_per_number=size)
-            ),
-            **_other_heads(shape, known),
-        },
-        "operations": {"prefill": batch * prefill.total, "one token behind it": batch * decode.total},
-        "attention_share": {
-            "prefill": prefill.attention / prefill.total,
-            "one token behind it": decode.attention / decode.total,
+        "weights": float((shape.parameters - projections) * size),
+        f"keys and values of {choice.batch} x {choice.context:,} tokens in {choice.cache_dtype}": _cache(shape, choice),
+        "activations of the prefill": float(activations),
+        "logits of the last token": float(logits_bytes(shape, choice.batch)),
+    }
+
+
+def _training_memory(shape: ModelShape, config: PretrainedConfig, choice: Choice) -> dict[str, float]:
+    """Return the bytes of a step on one row a sequence, weights in fp32 with AdamW.
+
+    In bf16 the products run over copies of the weights, as autocast makes them. An adapter trains norms and embeddings
+    whole, of which peft makes copies.
+    """
+    tokens, narrow = choice.batch * choice.context, choice.dtype == "bf16"
+    precision = "bf16" if narrow else "fp32"
+    trained, weights = shape.parameters, shape.parameters
+    if choice.adapter:
+        trained, copied = _adapter_parameters(shape)
+        weights += copied
+    asked = None if choice.keep is None else ActivationCheckpointing(keep=choice.keep)
+    words = "activations, none recomputed" if choice.keep is None else RECOMPUTED[choice.keep]
+    shards = choice.devices
+    return {
+        "weights in fp32" + (", and copies in bf16" if narrow else ""): weights * (6 if narrow else 4) / shards,
+        "gradients in fp32": 4.0 * trained / shards,
+        "AdamW's moments in fp32": 8.0 * trained / shards,
+        words: float(preflight.activation_bytes(config, asked, tokens, precision)),
+        f"the loss, {ROWS} rows of logits at a time": float(preflight.logits_bytes(config, ROWS, tokens)),
+    }
+
+
+def _adapter_parameters(shape: ModelShape) -> tuple[int, int]:
+    """Return how many numbers LoRA's defaults train, and how many of them are copies of the model's own."""
+    width, rank = shape.hidden_size, Adapter().rank
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    low_rank = rank * shape.num_layers * (2 * (width + queries) + 2 * (width + keys))
+    copied = shape.vocab_size * width + (2 * shape.num_layers + 1) * width
+    return low_rank + copied, low_rank + copied
+
+
+def _instead(shape: ModelShape, config: PretrainedConfig, choice: Choice) -> dict[str, float]:
+    """Return the bytes that other ways to do the same would take."""
+    tokens = choice.batch * choice.context
+    if choice.training:
+        found: dict[str, float] = {}
+        for keep, words in RECOMPUTED.items():
+            found[words] = _training_memory(shape, config, replace(choice, keep=keep))[words]
+        return found | {"the loss over all logits at once": float(3 * logits_bytes(shape, tokens))}
+    chunked = _memory(shape, config, replace(choice, chunk=CHUNK))["activations of the prefill"]
+    return {
+        "logits of every token": float(logits_bytes(shape, tokens)),
+        f"activations of a prefill {CHUNK:,} tokens at a time": chunked,
+        **{
+            f"keys and values with {n} key head{'s' * (n > 1)}": _cache(shape, replace(choice, heads=n))
+            for n in shape.fewer_heads()[:2]
         },
     }
 
 
-CHUNK = 2048
-"""Tokens of a chunked prefill."""
-
-
-def _cache(shape: ModelShape, known: Mapping[str, Any], heads: int | None = None) -> int:
-    return known["batch"] * kv_cache_bytes(
+def _cache(shape: ModelShape, choice: Choice) -> float:
+    return float(choice.batch) * kv_cache_bytes(
         num_layers=shape.num_layers,
-        num_key_value_heads=heads or shape.num_key_value_heads,
+        num_key_value_heads=choice.heads or shape.num_key_value_heads,
         head_dim=shape.head_dim,
-        tokens=known["context"],
-        bytes_per_number=BYTES[known["cache_dtype"]],
+        tokens=choice.context,
+        bytes_per_number=BYTES[choice.cache_dtype],
+        windows=shape.windows,
     )
 
 
-def _other_heads(shape: ModelShape, known: Mapping[str, Any]) -> dict[str, float]:
-    fewer = [n for n in shape.key_value_heads() if n < shape.num_key_value_heads]
-    return {f"keys and values with {n} key head{'s' * (n > 1)}": float(_cache(shape, known, n)) for n in fewer[:2]}
-
-
-def _training(shape: ModelShape, config: PretrainedConfig, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return memory and operations of a step on one row a sequence, weights in fp32 with AdamW.
-
-    In bf16 the products run over copies of the weights, as autocast makes them.
-    """
-    tokens, parameters, narrow = known["batch"] * known["context"], shape.parameters, known["dtype"] == "bf16"
-    precision = "bf16" if narrow else "fp32"
-    forward = prefill_operations(shape, known["context"])
-    # every token is predicted
-    products = forward.products + 2.0 * shape.head * (known["context"] - 1)
-    total, plain = products + forward.attention, preflight.activation_bytes(config, None, tokens, precision)
-    recomputed = {
-        words: float(preflight.activation_bytes(config, ActivationCheckpointing(keep=keep), tokens, precision))
-        for keep, words in RECOMPUTED.items()
-    }
-    memory = {
-        "weights in fp32" + (", and copies in bf16" if narrow else ""): float(parameters * (6 if narrow else 4)),
-        "gradients in fp32": float(4 * parameters),
-        "AdamW's moments in fp32": float(8 * parameters),
-        "activations, none recomputed": float(plain),
-        f"the loss, {ROWS} rows of logits at a time": float(preflight.logits_bytes(config, ROWS, tokens)),
-    }
+def _work(shape: ModelShape, choice: Choice) -> dict[str, dict[str, float]]:
+    """Return operations, and attention's share of them: of a step; or of a prefill, and of the token behind it."""
+    forward = prefill_operations(shape, choice.context)
+    if choice.training:
+        # Every token is predicted; the backward pass makes two products for each
+        total = forward.total + 2.0 * shape.head * (choice.context - 1)
+        step = {"one step": (3 * choice.batch * total, forward.attention / total)}
+    else:
+        decode = decode_operations(shape, choice.context)
+        step = {
+            name: (choice.batch * each.total, each.attention / each.total)
+            for name, each in (("prefill", forward), ("one token behind it", decode))
+        }
     return {
-        "memory": memory,
-        "instead": recomputed | {"the loss over all logits at once": float(3 * logits_bytes(shape, tokens))},
-        "operations": {"one step": 3 * known["batch"] * total},
-        "attention_share": {"one step": forward.attention / total},
+        "operations": {name: operations for name, (operations, _) in step.items()},
+        "attention_share": {name: share for name, (_, share) in step.items()},
     }
 
 
-def _floors(made: Plan) -> dict[str, float]:
+def _floors(made: Plan, choice: Choice) -> dict[str, float]:
     """Return the seconds below which no kernel comes: operations at the peak, or what is read at the bandwidth."""
     device = made.device
     if device is None:
         return {}
     found = {name: operations / device.peak[made.dtype] for name, operations in made.operations.items()}
     if not made.training:
-        read = made.memory["weights"] + next(size for name, size in made.memory.items() if name.startswith("keys"))
+        weights = float(made.shape.parameters - made.shape.looked_up) * BYTES[made.dtype]
+        read = weights + _cache(made.shape, choice)
         found["one token behind it"] = max(found["one token behind it"], read / device.bandwidth)
     return found
 
 
-def _advice(made: Plan) -> list[str]:
-    """Return what would bring the total down, the largest saving first."""
-    assert made.device is not None
-    savings: list[tuple[float, str]] = []
+Change = Callable[[Choice], Choice]
 
-    def consider(name: str, instead: str, words: str) -> None:
-        now = next((size for key, size in made.memory.items() if key.startswith(name)), 0.0)
-        then = next((size for key, size in made.instead.items() if key.startswith(instead)), now)
-        if then < now:
-            savings.append((now - then, words))
 
+def _changes(made: Plan) -> list[tuple[str, Change]]:
+    """Return what could be changed, in words and as a choice; later ones go on from earlier ones."""
+    shape, device = made.shape, made.device
+    assert device is not None
     if made.training:
-        consider("activations", "activations, all layers", "recompute all layers (activation_checkpointing: {})")
-        consider(
-            "activations", "activations, products", "keep products alone (activation_checkpointing: {keep: products})"
-        )
-        states = math.fsum(size for key, size in made.memory.items() if not key.startswith(("activations", "the loss")))
-        savings.append((states * 7 / 8, "shard weights, gradients and moments over 8 devices (parallel: {fsdp: 8})"))
-        savings.append((12.0 * made.shape.parameters, "train an adapter (adapter: {}), whose moments are small"))
-    else:
-        consider("activations", "activations", f"prefill {CHUNK:,} tokens at a time")
-        cache = next(size for key, size in made.memory.items() if key.startswith("keys"))
-        if BYTES[made.cache_dtype] > 1:
-            narrower = {"fp32": "bf16", "bf16": "fp8"}[made.cache_dtype]
-            savings.append((cache / 2, f"halve the cache's numbers (--cache-dtype {narrower})"))
-        if made.shape.num_key_value_heads > 1:
-            fewer = next(n for n in made.shape.key_value_heads() if n < made.shape.num_key_value_heads)
-            left = 1 - fewer / made.shape.num_key_value_heads
-            savings.append(
-                (cache * left, f"group key heads, {made.shape.num_key_value_heads} to {fewer}, and train briefly")
-            )
-        if made.batch > 1:
-            savings.append((cache * (1 - 1 / made.batch), f"serve one sequence at a time, not {made.batch}"))
-    over = made.total - made.device.memory
-    ordered = sorted(savings, key=lambda each: -each[0])
-    return [f"{words}: {in_bytes(saved)} less{', enough' if saved >= over else ''}" for saved, words in ordered]
+        recompute: list[tuple[str, Change]] = [
+            (
+                "keep products alone (train: {activation_checkpointing: {keep: products}})",
+                lambda c: replace(c, keep="products"),
+            ),
+            ("recompute all layers (train: {activation_checkpointing: {}})", lambda c: replace(c, keep="nothing")),
+        ]
+        rows: list[tuple[str, Change]] = [
+            ("one row at a time, the others accumulated (train: {rows_per_device: 1})", lambda c: replace(c, batch=1))
+        ]
+        return [
+            *recompute,
+            *(rows if made.batch > 1 else []),
+            (
+                "shard weights, gradients and moments over 8 devices (train: {parallel: {fsdp: 8}})",
+                lambda c: replace(c, devices=8),
+            ),
+            (
+                "train an adapter, norms and embeddings (train: {adapter: {}})",
+                lambda c: replace(c, adapter=True, devices=1),  # the two do not go together
+            ),
+        ]
+    found: list[tuple[str, Change]] = [(f"prefill {CHUNK:,} tokens at a time", lambda c: replace(c, chunk=CHUNK))]
+    narrower = {"fp32": "bf16", "bf16": "fp8"}
+    if made.cache_dtype in narrower:
+        cache = narrower[made.cache_dtype]
+        words = f"halve the cache's numbers (--cache-dtype {cache})"
+        found.append((words, lambda c: replace(c, cache_dtype=cache)))
+    if made.dtype in narrower and narrower[made.dtype] in device.peak:
+        dtype = narrower[made.dtype]
+        found.append((f"weights in {dtype} (--dtype {dtype})", lambda c: replace(c, dtype=dtype)))
+    if shape.fewer_heads():
+        heads = shape.fewer_heads()[0]
+        words = f"group key heads, {shape.num_key_value_heads} to {heads}, and train briefly (rope-ext gqa)"
+        found.append((words, lambda c: replace(c, heads=heads)))
+    if made.batch > 1:
+        found.append((f"one sequence at a time, not {made.batch} (--batch 1)", lambda c: replace(c, batch=1)))
+    return found
+
+
+def _advice(made: Plan, config: PretrainedConfig, choice: Choice) -> list[str]:
+    """Return what would bring the total down, the largest saving first, each by a plan of its own; and all together."""
+    assert made.device is not None
+    changes, has = _changes(made), made.device.memory
+
+    def total(changed: Choice) -> float:
+        return math.fsum(_memory(made.shape, config, changed).values())
+
+    totals = {words: total(change(choice)) for words, change in changes}
+    useful = sorted(((size, words) for words, size in totals.items() if size < made.total), key=lambda each: each[0])
+    lines = [
+        f"{words}: {in_bytes(made.total - size)} less{', enough' if size <= has else ''}" for size, words in useful
+    ]
+    every = choice
+    for words, change in changes:
+        if totals[words] < made.total:
+            every = change(every)
+    left = total(every)
+    if len(useful) > 1 and useful[0][0] > has:
+        verdict = "which fits" if left <= has else "which does not fit either: it takes a smaller model or more devices"
+        lines.append(f"all of these together: {in_bytes(left)}, {verdict}")
+    if not useful:
+        lines.append("nothing here makes it smaller: it takes a smaller model or more devices")
+    return lines
 
 
 def _seconds(value: float) -> str:
     return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
-
-
-def read_device(name: str) -> Device:
-    """Return a device by its name, or from a JSON file of one's own.
-
-    Raises:
-        RecipeError: neither.
-    """
-    if name in DEVICES:
-        return DEVICES[name]
-    path = Path(name)
-    if not path.is_file():
-        raise RecipeError(
-            f"gpu: {name!r} is neither one of {', '.join(DEVICES)} nor a file; write one, as "
-            '{"name": "mine", "memory_gb": 24, "bandwidth_gb_s": 1000, "tflops": {"bf16": 80}}'
-        )
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        peak = {str(key): float(value) * 1e12 for key, value in told["tflops"].items()}
-        numbers = (float(told["memory_gb"]) * 1e9, float(told["bandwidth_gb_s"]) * 1e9)
-        if not peak or not all(math.isfinite(each) and each > 0 for each in (*peak.values(), *numbers)):
-            raise ValueError("sizes must be numbers above 0")  # noqa: TRY301  (one message for all)
-        return Device(name=str(told.get("name", path.stem)), memory=numbers[0], bandwidth=numbers[1], peak=peak)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RecipeError(
-            f"gpu: {path} is no device ({error}); it needs memory_gb, bandwidth_gb_s and tflops by dtype"
-        ) from error

@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rope_ext.costs import kv_cache_bytes
+from rope_ext.costs import kv_cache_bytes, windows_of
 from rope_ext.geometry import RopeGeometry
 from rope_ext.hf import ScaledBase, read_geometry
 from rope_ext.patch import build_table
@@ -139,6 +139,7 @@ def inspect_config(
             num_key_value_heads=kv_heads,
             head_dim=geometry.head_dim,
             tokens=target,
+            windows=windows_of(config),
         ),
     )
 

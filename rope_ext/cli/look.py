@@ -143,8 +143,8 @@ def plan(
     """
     with one_line_errors():
         quiet_libraries()
+        from recipes.devices import read_device
         from recipes.planner import plan as plan_of
-        from recipes.planner import read_device
         from rope_ext.hf import load_config
 
         found = plan_of(

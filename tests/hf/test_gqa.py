@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rope_ext import extend, load_model
@@ -106,3 +107,49 @@ def test_what_cannot_be_grouped(tmp_path):
     fused = Phi3ForCausalLM(Phi3Config(**sizes, vocab_size=96, pad_token_id=0))
     with pytest.raises(ModelError, match="no k_proj and v_proj of its own"):
         group_key_heads(fused, 2)
+
+
+@pytest.mark.parametrize("name", ["yarn", "alibi", "dynamic-ntk"])
+def test_a_patched_model_is_refused(name):
+    with (
+        extend(llama(), parse_method(name), factor=4) as patch,
+        pytest.raises(ModelError, match="the model is patched; undo the patch"),
+    ):
+        group_key_heads(patch.model, 2)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks by its older name
+def test_families_and_wrappers_that_were_not_examined_are_refused():
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    with pytest.raises(ModelError, match="family 'olmo2' is not supported; known to work: llama"):
+        group_key_heads(Olmo2ForCausalLM(Olmo2Config(**sizes, vocab_size=96)), 1)
+    wrapped = get_peft_model(llama(), LoraConfig(target_modules=["k_proj"]))
+    with pytest.raises(ModelError, match="merge it first"):
+        group_key_heads(wrapped.base_model.model, 2)
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_the_new_model_has_weights_of_its_own(heads):
+    model = llama(tie_word_embeddings=True)
+    before = logits(model)
+    found = group_key_heads(model, heads).model
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    assert found.generation_config is not model.generation_config
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.add_(0.1)
+    assert torch.equal(logits(model), before)
+
+
+def test_frequencies_that_follow_the_length_are_not_stuck():
+    """transformers' dynamic rotation grows with what it has seen, and goes back by what it remembers."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    model = llama(rope_parameters=rope, max_position_embeddings=32)
+    logits_of_20 = model(IDS[:, :20]).logits
+    model(torch.arange(2, 90)[None].repeat(1, 2)[:, :100])
+    found = group_key_heads(model, 4).model
+    assert torch.equal(found(IDS[:, :20]).logits, logits_of_20)
+    assert torch.equal(model(IDS[:, :20]).logits, logits_of_20)
+    assert torch.equal(found(IDS).logits, model(IDS).logits)
