@@ -45,7 +45,11 @@ def command(*words: str) -> None:
 def train(runs: Path, case: Case) -> None:
     """Make the grouped model and run both fine-tunes through the command line, or go on with them."""
     grouped = runs / f"{case.model}-grouped"
-    if not grouped.exists():
+    if grouped.exists():
+        made = load_config(str(grouped)).num_key_value_heads
+        if made != case.heads:
+            raise SystemExit(f"{grouped} has {made} key heads, not {case.heads}; remove it")
+    else:
         command("gqa", case.model, "--kv-heads", str(case.heads), "--out", str(grouped))
     for arm, model in (("grouped", str(grouped)), ("control", case.model)):
         out = runs / f"{case.model}-{arm}-run"
@@ -75,7 +79,8 @@ def sum_up(runs: Path, case: Case) -> dict[str, Any]:
         if not finished(out):
             raise SystemExit(f"{out} is not finished; run without --sum-up")
     records = {arm: json.loads((out / "run.json").read_text()) for arm, out in outs.items()}
-    assert len({record["data"]["hash"] for record in records.values()}) == 1, "the two were trained on other rows"
+    if len({record["data"]["hash"] for record in records.values()}) != 1:
+        raise SystemExit(f"{case.model}: the two runs were trained on other rows; remove them and train both again")
     cells = {arm: rows.read_cells(out / "cells.jsonl") for arm, out in outs.items()}
     method = next(cell.method for cell in cells["control"] if cell.stage == "after")
     came = samples_of(outs["control"], "before", method)
@@ -138,7 +143,7 @@ def main() -> None:
         "models": [sum_up(args.runs.resolve(), case) for case in CASES],
     }
     KEPT.mkdir(parents=True, exist_ok=True)
-    (KEPT / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    rows.write_whole(KEPT / "summary.json", json.dumps(summary, indent=1) + "\n")
     print(KEPT / "summary.json")
 
 

@@ -76,3 +76,9 @@ def test_the_profile_s_parts_make_up_the_time():
     assert sum(parts.values()) == pytest.approx(seconds, rel=0.05)
     assert {"products", "attention", "elementwise", "loss"} <= parts.keys()
     assert floors.kind_of("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
+    assert [floors.kind_of(f"aten::{name}") for name in ("mm", "expand", "exp_", "copy_")] == [
+        "products",
+        "elementwise",
+        "loss",
+        "copies",
+    ]
