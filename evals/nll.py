@@ -60,7 +60,9 @@ def token_nll(
     last = len(ids) - 1 if last is None else last
     if not 1 <= last <= len(ids) - 1:
         raise EvalError(f"nll: {last} of {len(ids)} ids cannot be scored; the first has nothing before it")
-    chunk = tokens_per_chunk(model.config, itemsize_of(model), len(ids), memory_budget)
+    chunk = tokens_per_chunk(
+        model.config, itemsize_of(model), len(ids), memory_budget, whole=computes_whole_rows(model)
+    )
     ends = [*range(chunk, len(ids), chunk), len(ids)]
     if len({frequency_key(end) for end in ends}) > 1:
         ends = [len(ids)]
@@ -167,31 +169,50 @@ def rows_per_chunk(config: PretrainedConfig, itemsize: int, memory_budget: int) 
 
 
 def tokens_per_chunk(
-    config: PretrainedConfig, itemsize: int, num_tokens: int, memory_budget: int, *, most: int | None = None
+    config: PretrainedConfig,
+    itemsize: int,
+    num_tokens: int,
+    memory_budget: int,
+    *,
+    most: int | None = None,
+    whole: bool = False,
 ) -> int:
     """Return how many tokens one forward may take for its activations to fit into half of the budget, at least 1.
 
     Args:
         num_tokens: of the longest sequence.
-        most: the largest answer; by default `num_tokens`, for one sequence. More makes room for several rows.
+        most: the largest answer; by default `num_tokens`, more makes room for several rows.
+        whole: whether a sequence in one piece needs neither mask nor scores, see `computes_whole_rows`.
 
     Counted for each token: the residual stream and its copies (6 x width), the three feed-forward vectors, queries,
-    keys, values and what comes out of attention; and a row of the attention mask with its fp32 form, which only a
-    sequence in one piece can do without.
+    keys, values and what comes out of attention; a row of the attention mask with its fp32 form; and where attention
+    is written out (eager), a row of scores of every head with its fp32 form.
     """
     heads, width, head_dim = int(config.num_attention_heads), int(config.hidden_size), _head_dim(config)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     numbers = 6 * width + 3 * int(config.intermediate_size) + (3 * heads + 2 * kv_heads) * head_dim
-    if most is None and not _makes_mask(config) and itemsize * numbers * num_tokens <= memory_budget // 2:
+    if whole and itemsize * numbers * num_tokens <= memory_budget // 2:
         return num_tokens
     token = itemsize * numbers + 5 * num_tokens
+    if getattr(config, "_attn_implementation", None) == "eager":
+        token += heads * (itemsize + 4) * num_tokens
     return max(1, min(most or num_tokens, memory_budget // 2 // token))
 
 
-def _makes_mask(config: PretrainedConfig) -> bool:
-    """Return whether a whole sequence without padding is given a mask all the same."""
-    implementation = str(getattr(config, "_attn_implementation", None))
-    return implementation in {"None", "eager"} or getattr(config, "sliding_window", None) is not None
+def computes_whole_rows(model: PreTrainedModel) -> bool:
+    """Return whether attention over a whole sequence makes no number for each pair of tokens: no mask, no scores.
+
+    Not so where it is written out (eager) or looks back a window only. On a GPU, torch's kernel for fp32, and any that
+    it has before Ampere, takes no grouped heads: transformers asks for them where there is no mask, and all scores are
+    made.
+    """
+    config, device = model.config, model.device
+    if config._attn_implementation == "eager" or getattr(config, "sliding_window", None) is not None:  # noqa: SLF001
+        return False
+    grouped = int(getattr(config, "num_key_value_heads", None) or 0) not in {0, int(config.num_attention_heads)}
+    if device.type != "cuda" or config._attn_implementation != "sdpa" or not grouped:  # noqa: SLF001
+        return True
+    return itemsize_of(model) == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def cache_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
 from evals import nll
 from evals.corpora import TokenDocument
@@ -68,7 +69,7 @@ def pieces(model):
 @pytest.mark.parametrize("tokens", [1, 7, 64, 100, 191, 192])
 def test_chunks_over_the_cache_equal_dense(llama, monkeypatch, tokens):
     seen = pieces(llama)
-    monkeypatch.setattr(nll, "tokens_per_chunk", lambda *_args: tokens)
+    monkeypatch.setattr(nll, "tokens_per_chunk", lambda *_args, **_more: tokens)
     got = token_nll(llama, IDS)
     assert max(seen) == tokens
     assert sum(seen) == len(IDS)
@@ -77,7 +78,7 @@ def test_chunks_over_the_cache_equal_dense(llama, monkeypatch, tokens):
 
 @pytest.mark.parametrize("kind", ["yarn", "nope", "longrope"])
 def test_chunks_equal_dense_under_every_kind_of_frequencies(llama, monkeypatch, kind):
-    monkeypatch.setattr(nll, "tokens_per_chunk", lambda *_args: 20)
+    monkeypatch.setattr(nll, "tokens_per_chunk", lambda *_args, **_more: 20)
     spelled = LENGTH_DEPENDENT[2] if kind == "longrope" else kind
     with extend(llama, parse_method(spelled), factor=4) as patch:
         seen = pieces(llama)
@@ -90,7 +91,7 @@ def test_chunks_equal_dense_under_every_kind_of_frequencies(llama, monkeypatch, 
 @pytest.mark.parametrize("last", [1, 5, 100, 191])
 @pytest.mark.parametrize("tokens", [50, 192])
 def test_only_the_last_tokens_are_scored(llama, monkeypatch, last, tokens):
-    monkeypatch.setattr(nll, "tokens_per_chunk", lambda *_args: tokens)
+    monkeypatch.setattr(nll, "tokens_per_chunk", lambda *_args, **_more: tokens)
     check(token_nll(llama, IDS, last=last), dense_nll(llama, IDS)[-last:])
 
 
@@ -113,9 +114,25 @@ def test_the_budget_bounds_rows_and_pieces():
     with pytest.raises(EvalError, match="hold no row of 96 logits; 2304 do"):
         nll.rows_per_chunk(config, 4, 2 * 96 * 12 - 1)
     assert nll.tokens_per_chunk(config, 4, 1000, 2**40) == 1000
-    sizes = [nll.tokens_per_chunk(config, 4, 200_000, budget) for budget in (2**30, 2**29, 2**20)]
+    sizes = [nll.tokens_per_chunk(config, 4, 100_000, budget) for budget in (2**30, 2**29, 2**20)]
     assert sizes[0] == pytest.approx(2 * sizes[1], abs=2)
-    assert 1 <= sizes[2] < sizes[1] < 200_000
+    assert 1 <= sizes[2] < sizes[1] < 100_000
+    config._attn_implementation = "eager"
+    assert nll.tokens_per_chunk(config, 4, 100_000, 2**30) < sizes[0] / 4, "scores of every head are made besides"
+
+
+def test_on_a_gpu_fp32_with_grouped_heads_makes_scores(monkeypatch):
+    """torch's only kernel for fp32 there takes no grouped heads, and transformers asks for them without a mask."""
+    monkeypatch.setattr(LlamaForCausalLM, "device", property(lambda _self: torch.device("cuda")))
+
+    def whole(dtype, capability, **changes):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+        return nll.computes_whole_rows(random_llama(**changes).to(dtype))
+
+    assert whole(torch.bfloat16, (9, 0))
+    assert not whole(torch.float32, (9, 0))
+    assert not whole(torch.bfloat16, (7, 5))
+    assert whole(torch.float32, (9, 0), num_key_value_heads=4)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
