@@ -52,7 +52,7 @@ def test_the_dry_run_measures_every_stage(tmp_path, script):
     names = {row["name"] for row in rows}
     assert {f"{n} tokens" for n in script.DRY.lengths} | {f"LoRA step, {script.DRY.row} tokens"} <= names
     timed = [row for row in rows if row["floor"] is not None]
-    assert len(timed) == len(script.DRY.lengths) + 3
+    assert len(timed) == len(script.DRY.lengths) + 4
     assert all(row["share"] == pytest.approx(row["floor"] / row["seconds"]) for row in timed)
     # what is not measured is not there, and says so
     (flash,) = (row for row in rows if row["name"] == "flash")
@@ -101,6 +101,41 @@ def test_a_stage_that_breaks_is_a_row_and_the_next_goes_on(script, monkeypatch, 
     first, second = found["results"]
     assert first["note"] == "RuntimeError: CUDA out of memory"
     assert not second["ok"], "a difference that is not a number is none that may be"
+
+
+def test_a_length_that_does_not_fit_leaves_the_others(script, monkeypatch):
+    own = script.prefix_nll
+
+    def tight(model, document, lengths, **more):
+        if max(lengths) == max(script.DRY.lengths):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return own(model, document, lengths, **more)
+
+    monkeypatch.setattr(script, "prefix_nll", tight)
+    check = dry_check(script)
+    check.peaks = None
+    script.check_perplexity(check)
+    assert [row.ok for row in check.rows] == [True, True, False, False]
+    assert check.rows[0].seconds is not None
+    assert check.rows[0].floor is None, "without peaks there is no floor"
+
+
+def test_an_adapter_that_is_not_trained_does_not_pass(script, monkeypatch):
+    own = script.adapted
+
+    def frozen(*given, **more):
+        trained = own(*given, **more)
+        for name, parameter in trained.named_parameters():
+            if "lora_" in name:
+                parameter.requires_grad = False
+        return trained
+
+    monkeypatch.setattr(script, "adapted", frozen)
+    check = dry_check(script)
+    script.check_training(check)
+    (row,) = check.rows
+    assert not row.ok
+    assert "0 of 12 adapters moved" in row.note
 
 
 def test_what_finds_no_time_is_listed_and_fails(script):
