@@ -1,8 +1,9 @@
 """What a context takes on a device before anything is run: memory, operations, time floors, what to change first."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Literal
 
 from transformers import PretrainedConfig
@@ -325,7 +326,7 @@ Change = Callable[[Choice], Choice]
 
 
 def _changes(made: Plan) -> list[tuple[str, Change]]:
-    """Return what could be changed, in words and as a choice; later ones go on from earlier ones."""
+    """Return what could be changed, in words and as a choice made of another; the mildest first."""
     shape, device = made.shape, made.device
     assert device is not None
     if made.training:
@@ -348,7 +349,7 @@ def _changes(made: Plan) -> list[tuple[str, Change]]:
             ),
             (
                 "train an adapter, norms and embeddings (train: {adapter: {}})",
-                lambda c: replace(c, adapter=True, devices=1),  # the two do not go together
+                lambda c: replace(c, adapter=True),
             ),
         ]
     found: list[tuple[str, Change]] = [(f"prefill {CHUNK:,} tokens at a time", lambda c: replace(c, chunk=CHUNK))]
@@ -370,29 +371,42 @@ def _changes(made: Plan) -> list[tuple[str, Change]]:
 
 
 def _advice(made: Plan, config: PretrainedConfig, choice: Choice) -> list[str]:
-    """Return what would bring the total down, the largest saving first, each by a plan of its own; and all together."""
-    assert made.device is not None
-    changes, has = _changes(made), made.device.memory
+    """Return what would bring the total down, the largest saving first, each by a plan of its own.
 
-    def total(changed: Choice) -> float:
+    Where none is enough by itself, the fewest that are enough together, the mildest of those; or that nothing is.
+    """
+    assert made.device is not None
+    has = made.device.memory
+
+    def total(changes: Sequence[Change]) -> float:
+        changed = choice
+        for change in changes:
+            changed = change(changed)
         return math.fsum(_memory(made.shape, config, changed).values())
 
-    totals = {words: total(change(choice)) for words, change in changes}
-    useful = sorted(((size, words) for words, size in totals.items() if size < made.total), key=lambda each: each[0])
+    changes = [(total([change]), words, change) for words, change in _changes(made)]
+    mildest = [change for change in changes if change[0] < made.total]
+    useful = sorted(mildest, key=lambda each: each[0])
     lines = [
-        f"{words}: {in_bytes(made.total - size)} less{', enough' if size <= has else ''}" for size, words in useful
+        f"{words}: {in_bytes(made.total - size)} less{', enough' if size <= has else ''}" for size, words, _ in useful
     ]
-    every = choice
-    for words, change in changes:
-        if totals[words] < made.total:
-            every = change(every)
-    left = total(every)
-    if len(useful) > 1 and useful[0][0] > has:
-        verdict = "which fits" if left <= has else "which does not fit either: it takes a smaller model or more devices"
-        lines.append(f"all of these together: {in_bytes(left)}, {verdict}")
-    if not useful:
-        lines.append("nothing here makes it smaller: it takes a smaller model or more devices")
-    return lines
+    if useful and useful[0][0] <= has:
+        return lines
+    sets = [some for n in range(2, len(mildest) + 1) for some in combinations(mildest, n) if _go_together(some)]
+    for some in sets:
+        left = total([change for _, _, change in some])
+        if left <= has:
+            return [*lines, f"enough together, {in_bytes(left)}: {'; '.join(words for _, words, _ in some)}"]
+    least = min((total([change for _, _, change in some]) for some in sets), default=made.total)
+    return [*lines, f"nothing here is enough ({in_bytes(least)} at least): it takes a smaller model or more devices"]
+
+
+APART = ({"keep products", "recompute all"}, {"shard weights", "train an"})
+"""Changes that exclude each other, by how they begin."""
+
+
+def _go_together(some: Sequence[tuple[float, str, Change]]) -> bool:
+    return not any(all(any(words.startswith(each) for _, words, _ in some) for each in pair) for pair in APART)
 
 
 def _seconds(value: float) -> str:

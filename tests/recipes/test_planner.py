@@ -166,20 +166,28 @@ def test_an_adapter_trains_what_the_recipe_would():
     assert gib_in(line) * GIB < states * 0.75, "the embedding is trained whole"
 
 
-def test_all_changes_together_or_a_plain_no():
-    asked = {"context": 131_072, "device": Device(name="one", memory=18e9, bandwidth=1e12, peak={"bf16": 1e14})}
-    found = plan("llama", llama3_8b(), **asked)
+def test_the_fewest_changes_that_are_enough_together_or_a_plain_no():
+    def on(gigabytes, **more):
+        device = Device(name="own", memory=gigabytes * GIB, bandwidth=1e12, peak={"bf16": 1e14, "fp8": 1e14})
+        asked = {"context": 131_072, "device": device} | more
+        return plan("llama", llama3_8b(), **asked)
+
+    found = on(25)
     assert not any(line.endswith("enough") for line in found.advice)
     *_, last = found.advice
-    assert last.startswith("all of these together")
-    assert "does not fit either" in last
-    roomy = asked | {"device": Device(name="two", memory=28e9, bandwidth=1e12, peak={"bf16": 1e14})}
-    *_, last = plan("llama", llama3_8b(), **roomy).advice
-    assert last.endswith("which fits")
-    tiny = {"num_key_value_heads": 1, "num_attention_heads": 1, "head_dim": 64}
+    assert last.startswith("enough together, 24.5")
+    assert last.count(";") == 1, "two of them"
+    assert "fp8" in last, "fewer bits need no training, fewer heads do"
+    assert on(1).advice[-1].startswith("nothing here is enough (12.")
+    training = on(80, training=True, context=32_768).advice[-1]
+    assert training.startswith("enough together")
+    assert "recompute all layers" in training
+    assert "shard weights" in training
+    assert "adapter" not in training, "an adapter is not sharded"
     device = Device(name="none", memory=1e6, bandwidth=1e12, peak={"fp8": 1e14})
-    nothing = plan("llama", llama3_8b(**tiny), context=1000, dtype="fp8", device=device)
-    assert nothing.advice == ("nothing here makes it smaller: it takes a smaller model or more devices",)
+    tiny = llama3_8b(num_key_value_heads=1, num_attention_heads=1, head_dim=64)
+    (line,) = plan("llama", tiny, context=1000, dtype="fp8", device=device).advice
+    assert line.startswith("nothing here is enough")
 
 
 def test_a_window_bounds_the_cache_and_the_pairs():
