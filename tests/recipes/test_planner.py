@@ -175,10 +175,10 @@ def test_the_fewest_changes_that_are_enough_together_or_a_plain_no():
     found = on(25)
     assert not any(line.endswith("enough") for line in found.advice)
     *_, last = found.advice
-    assert last.startswith("enough together, 24.5")
+    assert last.startswith("enough together, 23.15 GiB")
     assert last.count(";") == 1, "two of them"
     assert "fp8" in last, "fewer bits need no training, fewer heads do"
-    assert on(1).advice[-1].startswith("nothing here is enough (12.")
+    assert on(1).advice[-1].startswith("nothing here is enough (11.55 GiB")
     training = on(80, training=True, context=32_768).advice[-1]
     assert training.startswith("enough together")
     assert "recompute all layers" in training
