@@ -3,6 +3,7 @@
 # make finetune  a brief fine-tune of the bundled model, before and after on the same tokens (minutes)
 # make smollm2  the comparison of make demo on a real model, SmolLM2-135M (about an hour on two cores)
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -26,8 +27,9 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/basedpyright
 
+# Processes of one thread each: on models this small threads wait for each other
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .

@@ -118,7 +118,7 @@ def test_debug_behind_the_command_shows_where():
         (["rope-ext", "inspect", "tiny", "--method", "ya"], ["yarn"]),
         (["rope-ext", "compare", "--methods", "yarn,ntk-"], ["yarn,ntk-by-parts"]),
         (["rope-ext", "inspect", "sm"], ["smollm2"]),
-        (["rope-ext", "finetune", "smollm2"], ["smollm2-135m/yarn-2x"]),
+        (["rope-ext", "finetune", "smollm2"], ["smollm2-135m/gqa", "smollm2-135m/yarn-2x"]),
         (["rope-ext", "contr"], ["contrast"]),
     ],
 )

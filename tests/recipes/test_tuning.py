@@ -28,6 +28,7 @@ from rope_ext.patch import active_patch_table
 from tests.conftest import random_llama
 
 ROOT = Path(__file__).resolve().parents[2]
+OTHERS = ("tiny/pose-yarn", "tiny/gqa")
 TINY = [name for name in shipped() if name.startswith("tiny/")]
 
 
@@ -39,6 +40,8 @@ def _cache(tmp_path_factory, monkeypatch):
 def test_the_shipped_recipes_are_those_that_were_promised():
     assert set(shipped()) == {
         *(f"tiny/{name}" for name in ("unscaled", "linear", "ntk", "yarn", "abf", "llama3", "pose-yarn", "alibi")),
+        "tiny/gqa",
+        "smollm2-135m/gqa",
         "smollm2-135m/yarn-2x",
         "llama2-7b/pi-32k",
         "llama2-7b/yarn-32k",
@@ -104,7 +107,7 @@ def test_the_command_runs_a_shipped_recipe_and_prints_its_table(tmp_path):
 
 
 def test_the_tiny_recipes_differ_in_their_method_alone():
-    plain = [make_finetune(read_recipe(find_recipe(name))) for name in TINY if name != "tiny/pose-yarn"]
+    plain = [make_finetune(read_recipe(find_recipe(name))) for name in TINY if name not in OTHERS]
     assert len({(r.data, r.train, r.eval, r.context, r.model, r.seed) for r in plain}) == 1
     assert len({r.method for r in plain}) == 7
 
