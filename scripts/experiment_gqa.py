@@ -73,7 +73,10 @@ def samples_of(out: Path, stage: str, method: str) -> dict[tuple[str, int], list
 
 
 def sum_up(runs: Path, case: Case) -> dict[str, Any]:
-    """Return every value with its interval, and each difference from the model as it came, paired by unit."""
+    """Return every value with its interval, and differences paired by unit.
+
+    From the model as it came, and of the mended one from the control, which was trained alike.
+    """
     outs = {arm: runs / f"{case.model}-{arm}-run" for arm in ("control", "grouped")}
     for out in outs.values():
         if not finished(out):
@@ -83,7 +86,7 @@ def sum_up(runs: Path, case: Case) -> dict[str, Any]:
         raise SystemExit(f"{case.model}: the two runs were trained on other rows; remove them and train both again")
     cells = {arm: rows.read_cells(out / "cells.jsonl") for arm, out in outs.items()}
     method = next(cell.method for cell in cells["control"] if cell.stage == "after")
-    came = samples_of(outs["control"], "before", method)
+    came, control = (samples_of(outs["control"], stage, method) for stage in ("before", "after"))
     shape = shape_of(load_config(case.model))
     places: list[dict[str, Any]] = []
     for arm, found in cells.items():
@@ -95,9 +98,11 @@ def sum_up(runs: Path, case: Case) -> dict[str, Any]:
             if cell.method != method or cell.depth is not None or cell.value is None:
                 continue
             mine = samples_of(outs[arm], str(cell.stage), method)[cell.task, cell.length]
-            difference = None
+            difference, from_control = None, None
             if (arm, cell.stage) != ("control", "before"):
                 difference = difference_of(mine, came[cell.task, cell.length], seed=0)._asdict()
+            if (arm, cell.stage) == ("grouped", "after"):
+                from_control = difference_of(mine, control[cell.task, cell.length], seed=0)._asdict()
             places.append(
                 {
                     "arm": arm,
@@ -111,6 +116,7 @@ def sum_up(runs: Path, case: Case) -> dict[str, Any]:
                     "ci_high": cell.ci_high,
                     "n": cell.n,
                     "difference": difference,
+                    "from_control": from_control,
                 }
             )
     legs = [leg for record in records.values() for leg in record["legs"]]

@@ -195,6 +195,10 @@ def gqa_table() -> str:
                 cells = [_apart(p["task"], p["difference"]) if differences else _placed(p) for p in mine]
                 name = f"{heads} key head{'s' if heads > 1 else ''} ({size}), {state}"
                 parts.append(f"| {name} | " + " | ".join(cells) + " |")
+            if differences:
+                mended = [at["grouped", "after", task, n] for task, n in columns]
+                cells = [_apart(p["task"], p["from_control"]) for p in mended]
+                parts.append("| averaged from as it came, both trained | " + " | ".join(cells) + " |")
             parts.append("")
         n = {task: next(p["n"] for p in places if p["task"] == task) for task, _ in columns}
         trained = f"{model['tokens']:,} tokens of training under {model['method']} for a window of {model['context']:,}"
@@ -211,6 +215,9 @@ def gqa_table() -> str:
 
 def _apart(task: str, difference: dict[str, float]) -> str:
     value, low, high = (difference[key] for key in ("value", "low", "high"))
+    if task == "perplexity" and value > math.log(10):
+        told = [f"{math.exp(each):,.0f}" for each in (value, low, high)]
+        return f"{told[0]} times [{told[1]}, {told[2]}]"
     if task == "perplexity":
         value, low, high = (100 * math.expm1(each) for each in (value, low, high))
         return f"{value:+.3g} % [{low:+.3g}, {high:+.3g}]"
@@ -237,6 +244,7 @@ PAGES = {
     "README.md": ("methods", "tiny", "smollm2", "finetune"),
     "docs/benchmarks.md": ("bench", "bench-training", "bench-alibi"),
     "docs/training.md": ("finetune",),
+    "docs/cache.md": ("gqa",),
 }
 
 
