@@ -52,6 +52,29 @@ def test_what_is_measured_with_changes_says_so(suite, capsys):
     assert "changes that are not committed" in capsys.readouterr().out
 
 
+def test_results_that_the_suite_has_kept_are_no_changes(suite):
+    """The first one's results lie in the checkout when the second one asks for its commit."""
+
+    def git(*words):
+        subprocess.run(["git", "-C", suite.ROOT, *words], check=True, capture_output=True)
+
+    results = suite.ROOT / "recipes" / "results"
+    results.mkdir(parents=True)
+    (results / "bench_alibi.json").write_text("{}")
+    write(suite, f"print({json.dumps(json.dumps(FOUND | {'commit': 'c0ffee-dirty'}))})")
+    git("init")
+    git("add", ".")
+    git("-c", "user.name=n", "-c", "user.email=e", "commit", "-m", "m")
+    (results / "bench_alibi.json").write_text('{"new": 1}')
+    suite.measure("evals", quick=False)
+    assert json.loads((suite.KEPT / "bench_evals.json").read_text())["commit"] == "c0ffee"
+    (suite.ROOT / "scripts" / "bench_evals.py").write_text(
+        (suite.ROOT / "scripts" / "bench_evals.py").read_text() + "#"
+    )
+    suite.measure("evals", quick=False)
+    assert json.loads((suite.KEPT / "bench_evals.json").read_text())["commit"] == "c0ffee-dirty"
+
+
 def test_another_benchmark_is_refused():
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "--only", "evals,speed"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
