@@ -242,7 +242,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 PAGES = {
     "README.md": ("methods", "tiny", "smollm2", "finetune"),
-    "docs/benchmarks.md": ("bench", "bench-training", "bench-alibi"),
+    "docs/benchmarks.md": ("bench", "bench-training", "bench-alibi", "bench-floors"),
     "docs/training.md": ("finetune",),
     "docs/cache.md": ("gqa",),
 }
