@@ -42,9 +42,11 @@ def write_grouped(model: str, num_key_value_heads: int, out: Path) -> Written:
         "cache_bytes_per_token": {"before": found.cache_before, "after": found.cache_after},
         "parameters": {"before": loaded.num_parameters(), "after": parameters},
     }
-    sizes = f"{in_bytes(found.cache_after)} in 16 bits, not {in_bytes(found.cache_before)}"
-    advice = "as many as it had: the same weights"
+    size = f"a token of cache takes {in_bytes(found.cache_after)} in 16 bits"
+    lines = [f"{target}: {found.after} key heads as before, the same weights; {size}"]
     if found.after < found.before:
-        advice = f"it needs a brief training to be of use again: rope-ext finetune RECIPE --set model={target}"
-    lines = [f"{target}: {found.before} key heads are {found.after}; a token of cache takes {sizes}", advice]
+        lines = [
+            f"{target}: {found.before} key heads are {found.after}; {size}, not {in_bytes(found.cache_before)}",
+            f"it needs a brief training to be of use again: rope-ext finetune RECIPE --set model={target}",
+        ]
     return Written(document=document, lines=lines)

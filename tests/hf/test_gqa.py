@@ -11,7 +11,7 @@ from rope_ext.gqa import group_key_heads, mean_of_heads
 from rope_ext.hf import size_of_head
 from rope_ext.registry import parse_method
 from tests.conftest import random_llama
-from tests.recipes.test_cli import document, refused
+from tests.recipes.test_cli import document, refused, rope_ext
 
 IDS = torch.arange(2, 50)[None]
 
@@ -93,6 +93,12 @@ def test_a_grouped_model_stretches_and_its_checkpoint_is_stock(tmp_path):
     with extend(ours, parse_method("yarn"), context=1024), torch.no_grad():
         ours(tokenizer("def f(x):\n", return_tensors="pt").input_ids)
     assert stock.num_parameters() == told["parameters"]["after"]
+
+
+def test_as_many_heads_as_before_are_told_as_that(tmp_path):
+    said = rope_ext("gqa", "tiny", "--kv-heads", "2", "--out", tmp_path / "same").stdout
+    assert "2 key heads as before, the same weights; a token of cache takes 1 KiB" in said
+    assert "training" not in said
 
 
 def test_what_cannot_be_grouped(tmp_path):
