@@ -1,10 +1,10 @@
 """What a context takes on a device before anything is run: memory, operations, time floors, what to change first."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from transformers import PretrainedConfig
 
@@ -322,51 +322,42 @@ def _floors(made: Plan, choice: Choice) -> dict[str, float]:
     return found
 
 
-Change = Callable[[Choice], Choice]
+class Change(NamedTuple):
+    """Something to change, in words and as fields of a choice; two that set one field do not go together."""
+
+    words: str
+    fields: dict[str, Any]
 
 
-def _changes(made: Plan) -> list[tuple[str, Change]]:
-    """Return what could be changed, in words and as a choice made of another; the mildest first."""
+def _changes(made: Plan) -> list[Change]:
+    """Return what could be changed, the mildest first."""
     shape, device = made.shape, made.device
     assert device is not None
     if made.training:
-        recompute: list[tuple[str, Change]] = [
-            (
-                "keep products alone (train: {activation_checkpointing: {keep: products}})",
-                lambda c: replace(c, keep="products"),
-            ),
-            ("recompute all layers (train: {activation_checkpointing: {}})", lambda c: replace(c, keep="nothing")),
+        found = [
+            Change("keep products alone (train: {activation_checkpointing: {keep: products}})", {"keep": "products"}),
+            Change("recompute all layers (train: {activation_checkpointing: {}})", {"keep": "nothing"}),
         ]
-        rows: list[tuple[str, Change]] = [
-            ("one row at a time, the others accumulated (train: {rows_per_device: 1})", lambda c: replace(c, batch=1))
-        ]
-        return [
-            *recompute,
-            *(rows if made.batch > 1 else []),
-            (
-                "shard weights, gradients and moments over 8 devices (train: {parallel: {fsdp: 8}})",
-                lambda c: replace(c, devices=8),
-            ),
-            (
-                "train an adapter, norms and embeddings (train: {adapter: {}})",
-                lambda c: replace(c, adapter=True),
-            ),
-        ]
-    found: list[tuple[str, Change]] = [(f"prefill {CHUNK:,} tokens at a time", lambda c: replace(c, chunk=CHUNK))]
+        if made.batch > 1:
+            rows = "one row at a time, the others accumulated (train: {rows_per_device: 1})"
+            found.append(Change(rows, {"batch": 1}))
+        sharded = "shard weights, gradients and moments over 8 devices (train: {parallel: {fsdp: 8}})"
+        adapter = "train an adapter, norms and embeddings (train: {adapter: {}})"
+        return [*found, Change(sharded, {"devices": 8}), Change(adapter, {"adapter": True, "devices": 1})]
+    found = [Change(f"prefill {CHUNK:,} tokens at a time", {"chunk": CHUNK})]
     narrower = {"fp32": "bf16", "bf16": "fp8"}
     if made.cache_dtype in narrower:
         cache = narrower[made.cache_dtype]
-        words = f"halve the cache's numbers (--cache-dtype {cache})"
-        found.append((words, lambda c: replace(c, cache_dtype=cache)))
+        found.append(Change(f"halve the cache's numbers (--cache-dtype {cache})", {"cache_dtype": cache}))
     if made.dtype in narrower and narrower[made.dtype] in device.peak:
         dtype = narrower[made.dtype]
-        found.append((f"weights in {dtype} (--dtype {dtype})", lambda c: replace(c, dtype=dtype)))
+        found.append(Change(f"weights in {dtype} (--dtype {dtype})", {"dtype": dtype}))
     if shape.fewer_heads():
         heads = shape.fewer_heads()[0]
         words = f"group key heads, {shape.num_key_value_heads} to {heads}, and train briefly (rope-ext gqa)"
-        found.append((words, lambda c: replace(c, heads=heads)))
+        found.append(Change(words, {"heads": heads}))
     if made.batch > 1:
-        found.append((f"one sequence at a time, not {made.batch} (--batch 1)", lambda c: replace(c, batch=1)))
+        found.append(Change(f"one sequence at a time, not {made.batch} (--batch 1)", {"batch": 1}))
     return found
 
 
@@ -378,35 +369,27 @@ def _advice(made: Plan, config: PretrainedConfig, choice: Choice) -> list[str]:
     assert made.device is not None
     has = made.device.memory
 
-    def total(changes: Sequence[Change]) -> float:
-        changed = choice
-        for change in changes:
-            changed = change(changed)
-        return math.fsum(_memory(made.shape, config, changed).values())
+    def total(*changes: Change) -> float:
+        fields = {key: value for change in changes for key, value in change.fields.items()}
+        return math.fsum(_memory(made.shape, config, replace(choice, **fields)).values())
 
-    changes = [(total([change]), words, change) for words, change in _changes(made)]
-    mildest = [change for change in changes if change[0] < made.total]
-    useful = sorted(mildest, key=lambda each: each[0])
-    lines = [
-        f"{words}: {in_bytes(made.total - size)} less{', enough' if size <= has else ''}" for size, words, _ in useful
-    ]
-    if useful and useful[0][0] <= has:
+    mildest = [change for change in _changes(made) if total(change) < made.total]
+    alone = sorted((total(change), change.words) for change in mildest)
+    lines = [f"{words}: {in_bytes(made.total - size)} less{', enough' if size <= has else ''}" for size, words in alone]
+    if alone and alone[0][0] <= has:
         return lines
     sets = [some for n in range(2, len(mildest) + 1) for some in combinations(mildest, n) if _go_together(some)]
     for some in sets:
-        left = total([change for _, _, change in some])
+        left = total(*some)
         if left <= has:
-            return [*lines, f"enough together, {in_bytes(left)}: {'; '.join(words for _, words, _ in some)}"]
-    least = min((total([change for _, _, change in some]) for some in sets), default=made.total)
+            return [*lines, f"enough together, {in_bytes(left)}: {'; '.join(change.words for change in some)}"]
+    least = min((total(*some) for some in sets), default=alone[0][0] if alone else made.total)
     return [*lines, f"nothing here is enough ({in_bytes(least)} at least): it takes a smaller model or more devices"]
 
 
-APART = ({"keep products", "recompute all"}, {"shard weights", "train an"})
-"""Changes that exclude each other, by how they begin."""
-
-
-def _go_together(some: Sequence[tuple[float, str, Change]]) -> bool:
-    return not any(all(any(words.startswith(each) for _, words, _ in some) for each in pair) for pair in APART)
+def _go_together(changes: Sequence[Change]) -> bool:
+    fields = [field for change in changes for field in change.fields]
+    return len(fields) == len(set(fields))
 
 
 def _seconds(value: float) -> str:
